@@ -1,0 +1,80 @@
+"""The network's description: everything needed to build it, checked when it is made."""
+
+from dataclasses import dataclass, field
+
+import torch
+
+from model.positions import build_scheme, complete_scheme
+
+
+def _check_whole(name: str, value, least: int) -> None:
+    if type(value) is not int or value < least:
+        raise ValueError(f"model.{name}={value!r}: must be a whole number of at least {least}")
+
+
+@dataclass(frozen=True)
+class GPTConfig:
+    """GPT-2's architecture with a position scheme by name.
+
+    width = n_head · head_dim; given as well, `width` must agree. n_kv_head: key and value heads, a divisor of n_head
+    (None: n_head); query head h uses key head h // (n_head / n_kv_head). train_length: the longest window seen in
+    training, and the number of rows of a learned table. pos: {"name": ..., its keys}; completed with the scheme's
+    defaults. scaling: a rotary frequency scaling, None for none. Raises ValueError, naming the setting and what is
+    allowed, for anything that cannot be built.
+    """
+
+    vocab_size: int
+    n_layer: int = 12
+    n_head: int = 12
+    n_kv_head: int | None = None
+    head_dim: int = 64
+    width: int | None = None
+    train_length: int = 1024
+    bias: bool = True
+    dropout: float = 0.0
+    pos: dict = field(default_factory=lambda: {"name": "rope"})
+    scaling: dict | None = None
+
+    def __post_init__(self):
+        for name in ("vocab_size", "n_layer", "n_head", "head_dim", "train_length"):
+            _check_whole(name, getattr(self, name), 1)
+        if self.head_dim % 2:
+            raise ValueError(f"model.head_dim={self.head_dim}: must be even, rotary planes have two dimensions")
+        if self.n_kv_head is None:
+            object.__setattr__(self, "n_kv_head", self.n_head)
+        _check_whole("n_kv_head", self.n_kv_head, 1)
+        if self.n_head % self.n_kv_head:
+            raise ValueError(
+                f"model.n_kv_head={self.n_kv_head}: must divide model.n_head={self.n_head} without remainder"
+            )
+        if self.width is None:
+            object.__setattr__(self, "width", self.n_head * self.head_dim)
+        if self.width != self.n_head * self.head_dim:
+            raise ValueError(
+                f"model.width={self.width!r}: must be n_head · head_dim = {self.n_head} · {self.head_dim} = "
+                f"{self.n_head * self.head_dim}; leave it out (null) or change the heads"
+            )
+        if type(self.bias) is not bool:
+            raise ValueError(f"model.bias={self.bias!r}: must be true or false")
+        if type(self.dropout) not in (int, float) or not 0 <= self.dropout < 1:
+            raise ValueError(f"model.dropout={self.dropout!r}: must be a number from 0 to below 1")
+        if self.scaling is not None:
+            raise ValueError(f"scaling={self.scaling!r}: no frequency scaling is known; use scaling=none")
+        object.__setattr__(self, "pos", complete_scheme(self.pos))
+        with torch.device("meta"):
+            build_scheme(self)  # the scheme checks the ranges of its own keys
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """Rows of the embedding: the next multiple of 64, which matrix products are fastest at."""
+        return -(-self.vocab_size // 64) * 64
+
+    @classmethod
+    def from_dict(cls, values: dict) -> "GPTConfig":
+        """From a plain mapping; ValueError for keys that are not known or are missing."""
+        unknown = sorted(set(values) - set(cls.__dataclass_fields__))
+        if unknown:
+            raise ValueError(f"model.{unknown[0]}: no such setting; known are {', '.join(cls.__dataclass_fields__)}")
+        if "vocab_size" not in values:
+            raise ValueError("model.vocab_size is missing")
+        return cls(**values)
