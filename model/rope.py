@@ -61,7 +61,9 @@ def apply_rotation(x: Tensor, cos: Tensor, sin: Tensor, layout: str = "half") ->
     return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned
 
 
-def rotate(x: Tensor, positions: Tensor, inv_freq: Tensor, layout: str = "half", attention_scale: float = 1.0) -> Tensor:
+def rotate(
+    x: Tensor, positions: Tensor, inv_freq: Tensor, layout: str = "half", attention_scale: float = 1.0
+) -> Tensor:
     """Turn each plane i of x (..., T, head_dim) by positions[t] · inv_freq[i] (Su et al. 2021, equation 34).
 
     positions: integers (T,). inv_freq: (planes,), with 2 · planes <= head_dim; dimensions past that are left alone.

@@ -1,0 +1,36 @@
+"""Training batches, as a pure function of where the training stands."""
+
+from functools import lru_cache
+
+import numpy as np
+
+
+@lru_cache(maxsize=2)  # the epoch at hand, and its successor where a batch spans both
+def _epoch(seed: int, epoch: int, windows: int, slack: int) -> tuple[np.ndarray, int]:
+    rng = np.random.default_rng([seed, epoch])
+    return rng.permutation(windows), int(rng.integers(slack + 1))
+
+
+def draw_batch(
+    tokens: np.ndarray, length: int, batch_size: int, seed: int, step: int, rank: int = 0, world_size: int = 1
+) -> tuple[np.ndarray, np.ndarray]:
+    """Inputs and targets of a step, int64 (batch_size / world_size, length) each; targets[:, t] follows inputs[:, t].
+
+    Each epoch cuts the stream into windows that do not overlap, from an offset of its own, and visits every window once
+    in a random order. All ranks together draw `batch_size` windows a step, no two of them the same within an epoch, and
+    the same ones whatever the number of ranks. Nothing is remembered between calls, so resuming is asking for a later
+    step. Raises ValueError where the stream is shorter than a window and its target, or the ranks do not divide a batch.
+    """
+    if len(tokens) < length + 1:
+        raise ValueError(f"a window of {length} tokens and its target do not fit into a split of {len(tokens)} tokens")
+    if batch_size % world_size:
+        raise ValueError(f"train.batch_size={batch_size}: must be a multiple of the {world_size} processes")
+    windows, slack = divmod(len(tokens) - 1, length)
+    share = batch_size // world_size
+    starts = np.empty(share, dtype=np.int64)
+    for i in range(share):
+        epoch, index = divmod(step * batch_size + rank * share + i, windows)
+        order, offset = _epoch(seed, epoch, windows, slack)
+        starts[i] = order[index] * length + offset
+    rows = tokens[starts[:, None] + np.arange(length + 1)].astype(np.int64)
+    return rows[:, :-1], rows[:, 1:]

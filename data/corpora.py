@@ -1,0 +1,185 @@
+"""Corpora: where documents come from. All of them are read by the `datasets` library.
+
+A corpus yields documents, as (split, text): split is "train" or "val" where the publisher has split it, else None.
+"""
+
+import glob
+import platform
+import re
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+NEED_NO_NETWORK = "stdlib and files"
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """What to read, and how to split it. `name` is for people; `kind` decides how it is read.
+
+    kind `stdlib`: the Python standard library's source. `files`: `path` is a .txt, .jsonl or .parquet file, a glob, or a
+    list of them; a .txt file is one document, a row of the others is one, its text in `column`. `hub`: `path` is a data
+    set on the Hugging Face hub (`subset`, `revision`), its documents are rows, or articles (`articles`: WikiText, whose
+    rows are lines). `val_split` names the publisher's validation split; null holds out `val_fraction` of the documents,
+    drawn with `split_seed`. `cache`: the folder for token files.
+    """
+
+    name: str
+    kind: str
+    path: Any = None
+    subset: str | None = None
+    revision: str | None = None
+    column: str = "text"
+    articles: bool = False
+    train_split: str = "train"
+    val_split: str | None = None
+    val_fraction: float = 0.05
+    split_seed: int = 0
+    cache: str = "~/.cache/ropewalk"
+
+    def __post_init__(self):
+        if self.kind not in KINDS:
+            raise ValueError(f"data.kind={self.kind!r}: known kinds are {', '.join(KINDS)}")
+        if self.kind != "stdlib" and not self.path:
+            raise ValueError(
+                f"data.path is missing: data={self.name} needs it, e.g. data=files data.path='texts/*.txt'"
+            )
+        if not 0 < self.val_fraction < 1:
+            raise ValueError(f"data.val_fraction={self.val_fraction}: must be above 0 and below 1")
+
+
+def identity(config: DataConfig) -> dict:
+    """A description that changes when what `documents` reads may have changed; made without reading any text."""
+    shared = {"kind": config.kind, "column": config.column, "articles": config.articles}
+    if config.kind == "hub":
+        source = [config.path, config.subset, config.revision, config.train_split, config.val_split]
+        return {**shared, "source": source}
+    files = _stdlib_files() if config.kind == "stdlib" else _user_files(config.path)
+    stats = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+    return {**shared, "source": stats}
+
+
+def documents(config: DataConfig) -> Iterator[tuple[str | None, str]]:
+    """All documents in a fixed order. ValueError, naming the corpus or file, where one cannot be read."""
+    return KINDS[config.kind](config)
+
+
+def describe(config: DataConfig) -> str:
+    """The corpus in a few words, for people: `stdlib (CPython 3.11.7)`."""
+    if config.kind == "stdlib":
+        return f"stdlib ({platform.python_implementation()} {platform.python_version()})"
+    return f"{config.name} ({config.path})"
+
+
+def _stdlib_files() -> list[Path]:
+    """The standard library's own modules, in the order of their names; not its tests, nor what is installed into it."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    left_out = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+    found = [path for path in root.rglob("*.py") if not left_out & set(path.relative_to(root).parts)]
+    if not found:
+        raise ValueError(f"data=stdlib: no Python source under {root}; use data=files data.path=<your text>")
+    return sorted(found, key=lambda path: path.relative_to(root).as_posix())
+
+
+def _user_files(path: Any) -> list[Path]:
+    patterns = [path] if isinstance(path, str) else list(path)
+    files: list[Path] = []
+    for pattern in patterns:
+        pattern = str(Path(str(pattern)).expanduser())
+        found = [pattern] if Path(pattern).exists() else sorted(glob.glob(pattern, recursive=True))
+        found = [Path(name).resolve() for name in found if Path(name).is_file()]
+        if not found:
+            raise ValueError(f"data.path={pattern!r}: no such file, and no file matches it")
+        files += [name for name in found if name not in files]
+    for file in files:
+        if file.suffix not in READERS:
+            raise ValueError(f"data.path: {file} is none of {', '.join(READERS)}")
+    return files
+
+
+# datasets' reader for a file, by its ending, and its options
+READERS = {
+    ".txt": ("text", {"sample_by": "document"}),
+    ".py": ("text", {"sample_by": "document"}),
+    ".jsonl": ("json", {}),
+    ".parquet": ("parquet", {}),
+}
+
+
+def _read_files(files: list[Path], column: str) -> Iterator[tuple[None, str]]:
+    import datasets
+
+    for suffix in sorted({file.suffix for file in files}):
+        same = [file for file in files if file.suffix == suffix]
+        builder, options = READERS[suffix]
+        if builder == "text":
+            column = "text"
+        try:
+            rows = datasets.load_dataset(  # streaming: reads the files as they are, and keeps no copy of them
+                builder, data_files=[glob.escape(str(file)) for file in same], split="train", streaming=True, **options
+            )
+            yield from ((None, _text(row, column, f"data.path ({suffix} files)")) for row in rows)
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{_not_utf8(same)}: is not UTF-8 text ({error.reason}); convert it first") from error
+        except (OSError, datasets.exceptions.DatasetsError) as error:
+            raise ValueError(f"data.path: could not read the {suffix} files ({error})") from error
+
+
+def _not_utf8(files: list[Path]) -> Path | None:
+    for file in files:
+        try:
+            file.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            return file
+    return None
+
+
+def _text(row: dict, column: str, where: str) -> str:
+    if column not in row:
+        raise ValueError(f"data.column={column!r}: {where} has the columns {', '.join(row)}")
+    if not isinstance(row[column], str):
+        raise ValueError(f"data.column={column!r}: {where} holds {type(row[column]).__name__} there, not text")
+    return row[column]
+
+
+def _hub(config: DataConfig) -> Iterator[tuple[str | None, str]]:
+    import datasets
+
+    splits = {"train": config.train_split}
+    if config.val_split is not None:
+        splits["val"] = config.val_split
+    for split, hub_split in splits.items():
+        try:
+            rows = datasets.load_dataset(config.path, config.subset, revision=config.revision, split=hub_split)
+        except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+            raise ValueError(
+                f"data={config.name}: could not get {config.path} from the Hugging Face hub ({error}). The corpora "
+                f"{NEED_NO_NETWORK} need no network"
+            ) from error
+        texts = (_text(row, config.column, config.path) for row in rows)
+        label = split if config.val_split is not None else None
+        yield from ((label, text) for text in (_articles(texts) if config.articles else texts))
+
+
+_TITLE = re.compile(r" = [^=].*[^=] = \n?| = [^=] = \n?")
+
+
+def _articles(lines: Iterator[str]) -> Iterator[str]:
+    """WikiText's rows, which are lines, joined to articles. A title has one `=` a side, its sections have more."""
+    article: list[str] = []
+    for line in lines:
+        if _TITLE.fullmatch(line) and article:
+            yield "".join(article)
+            article = []
+        article.append(line)
+    if article:
+        yield "".join(article)
+
+
+KINDS = {
+    "stdlib": lambda config: _read_files(_stdlib_files(), config.column),
+    "files": lambda config: _read_files(_user_files(config.path), config.column),
+    "hub": _hub,
+}
