@@ -15,7 +15,7 @@ from typing import Any
 NEED_NO_NETWORK = "stdlib and files"
 
 
-@dataclass(frozen=True)
+@dataclass
 class DataConfig:
     """What to read, and how to split it. `name` is for people; `kind` decides how it is read.
 

@@ -9,7 +9,7 @@ import hashlib
 import json
 import os
 import shutil
-import tempfile
+import uuid
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from itertools import chain, islice
@@ -60,7 +60,8 @@ def prepare(config: DataConfig, tokenizer: Tokenizer, say: Callable[[str], None]
     if not folder.exists():
         say(f"tokenising {describe(config)} with {tokenizer.name} into {folder}")
         cache.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=cache))
+        temporary = cache / f".{folder.name}-{uuid.uuid4().hex}"
+        temporary.mkdir()
         try:
             _write(temporary, config, tokenizer)
             try:

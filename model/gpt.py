@@ -27,8 +27,8 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, rotate: Callable, mask: Tensor | None, causal: bool, cache: KVCache | None) -> Tensor:
         B, T, D = x.shape
         heads = self.qkv(x).view(B, T, -1, self.head_dim).transpose(1, 2)  # (B, H + 2 Hkv, T, head_dim)
-        q, k, v = heads.split((self.n_head, self.n_kv_head, self.n_kv_head), dim=1)
-        q, k = rotate(q), rotate(k)
+        qk, v = heads.split((self.n_head + self.n_kv_head, self.n_kv_head), dim=1)
+        q, k = rotate(qk).split((self.n_head, self.n_kv_head), dim=1)
         if cache is not None:
             k, v = cache.append(self.layer, k, v)
         y = F.scaled_dot_product_attention(

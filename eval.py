@@ -1,0 +1,450 @@
+"""Length extrapolation: the loss of a trained model at, and past, the length it was trained on.
+
+    python eval.py                                    the latest run
+    python eval.py runs=[outputs/a,outputs/b]         several, side by side
+    python eval.py protocol=nonoverlapping lengths=[256,512]
+
+Two protocols, since they answer different questions (Press et al. 2021, "Train Short, Test Long", section 2.2):
+`nonoverlapping` cuts the text into windows and scores every token once, so that longer windows also have fewer tokens
+with little context; `sliding` scores the same tokens at every length, only their context differs.
+"""
+
+import json
+import logging
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import hydra
+import numpy as np
+import torch
+from hydra.core.config_store import ConfigStore
+from omegaconf import DictConfig, OmegaConf
+
+from data import DataConfig, TokenFiles, Tokenizer, get_tokenizer, prepare
+from model import GPT, load_run
+from model.checkpoint import latest_checkpoint
+from runs import (
+    WandbRun,
+    autocast,
+    checked,
+    clear_errors,
+    latest_run,
+    pick_device,
+    pick_precision,
+    plain_number,
+    read_config,
+    require,
+    start_wandb,
+    write_text,
+)
+
+log = logging.getLogger("ropewalk")
+
+PROTOCOLS = ("sliding", "nonoverlapping")
+MULTIPLES = (1, 1.25, 1.5, 2, 4)
+
+
+@dataclass
+class WandbMode:
+    mode: str = "auto"
+
+
+@dataclass
+class EvalConfig:
+    """Types of eval.py's settings; configs/eval.yaml has the values and says what they mean."""
+
+    runs: Any = None
+    root: str = "outputs"
+    protocol: str = "sliding"
+    lengths: list[int] | None = None
+    stride: int | None = None
+    max_targets: int | None = None
+    device: str = "auto"
+    precision: str = "auto"
+    out: str | None = None
+    scaling: dict[str, Any] | None = None
+    wandb: WandbMode = field(default_factory=WandbMode)
+
+
+ConfigStore.instance().store(name="eval_schema", node=EvalConfig)
+
+
+# ---- measuring ------------------------------------------------------------------------------------------------------
+
+
+def window_spans(
+    n_tokens: int, lengths: Sequence[int], length: int, protocol: str, stride: int, max_targets: int | None = None
+) -> np.ndarray:
+    """The windows of one length, int64 (windows, 3): first input token, input tokens, how many last targets are scored.
+
+    A window of inputs t ... t + n - 1 predicts tokens t + 1 ... t + n. nonoverlapping: windows of `length`, the last one
+    what is left. sliding: the scored targets are cut into blocks of `stride`, the same for all `lengths`, from the first
+    that has a full context at the longest length; each window ends with its block. max_targets keeps that many, spread
+    evenly over the whole text.
+    """
+    if protocol == "nonoverlapping":
+        starts = np.arange(0, n_tokens - 1, length)
+        sizes = np.minimum(length, n_tokens - 1 - starts)
+        spans, block = np.stack((starts, sizes, sizes), axis=1), length
+    else:
+        first = max(lengths) - stride + 1
+        blocks = np.arange(first, n_tokens, stride)
+        ends = np.minimum(blocks + stride, n_tokens)
+        spans = np.stack((ends - 1 - length, np.full_like(ends, length), ends - blocks), axis=1)
+        block = stride
+    if max_targets is not None and len(spans) > (keep := max(1, max_targets // block)):
+        spans = spans[np.linspace(0, len(spans) - 1, keep).round().astype(np.int64)]
+    return spans.astype(np.int64)
+
+
+def evaluate_lengths(
+    model: GPT,
+    tokens: torch.Tensor | np.ndarray,
+    lengths: Sequence[int],
+    protocol: str = "sliding",
+    stride: int = 64,
+    max_targets: int | None = None,
+    bytes_per_token: np.ndarray | None = None,
+    batch_tokens: int = 16384,
+) -> list[dict]:
+    """Mean loss of a text at each context length. Runs under whatever autocast is on; dropout is off.
+
+    tokens: integers, 1-D. stride: sliding only, targets scored a window, each with length - stride + 1 to length tokens
+    of context. max_targets: score that many, spread over the text (None: all). bytes_per_token: (vocab_size,), adds
+    bits_per_byte. Batches hold about batch_tokens tokens, which changes speed and memory, not results.
+
+    Returns one dict a length: length; nll, nats a token, the sum of all losses over their count; perplexity; stderr,
+    the standard error of nll over windows (ratio estimator; None for a single window); scored, the tokens counted.
+    Past a learned table nll, perplexity and stderr are None, scored is 0 and `note` says where the table ends.
+    Raises ValueError for settings that do not fit the text or each other, and ids outside the vocabulary.
+    """
+    tokens = tokens.cpu().numpy() if isinstance(tokens, torch.Tensor) else np.asarray(tokens)
+    _check_measurement(tokens, lengths, protocol, stride, max_targets)
+    rows = []
+    was_training = model.training
+    model.eval()
+    try:
+        for length in lengths:
+            limit = model.pos.max_length
+            if limit is not None and length > limit:
+                row = {"nll": None, "perplexity": None, "stderr": None, "scored": 0, "note": f"table ends at {limit}"}
+                if bytes_per_token is not None:
+                    row["bits_per_byte"] = None
+                rows.append({"length": length, **row})
+                continue
+            spans = window_spans(len(tokens), lengths, length, protocol, stride, max_targets)
+            losses, counts, n_bytes = _score(model, tokens, spans, bytes_per_token, batch_tokens)
+            nll, stderr = ratio_and_error(losses, counts)
+            row = {"length": length, "nll": nll, "perplexity": _exp(nll), "stderr": stderr, "scored": int(counts.sum())}
+            if bytes_per_token is not None:
+                row["bits_per_byte"] = losses.sum() / math.log(2) / n_bytes if n_bytes else None
+            rows.append(row)
+    finally:
+        model.train(was_training)
+    return rows
+
+
+def _check_measurement(
+    tokens: np.ndarray, lengths: Sequence[int], protocol: str, stride: int, max_targets: int | None
+) -> None:
+    if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
+        raise ValueError(f"tokens must be integers in one dimension, found {tokens.dtype} {tokens.shape}")
+    if protocol not in PROTOCOLS:
+        raise ValueError(f"protocol={protocol!r}: use {' or '.join(PROTOCOLS)}")
+    if not len(lengths) or any(int(length) != length or length < 1 for length in lengths):
+        raise ValueError(f"lengths={list(lengths)}: must be whole numbers of at least 1, and at least one of them")
+    if max(lengths) > len(tokens) - 1:
+        raise ValueError(
+            f"lengths={list(lengths)}: a window of {max(lengths)} and its target do not fit into the {len(tokens)} "
+            "tokens of the text; use shorter lengths or more text"
+        )
+    if protocol == "sliding" and not 1 <= stride <= min(lengths):
+        raise ValueError(f"stride={stride}: must be from 1 to the shortest length, {min(lengths)}")
+    if max_targets is not None and max_targets < 1:
+        raise ValueError(f"max_targets={max_targets}: must be at least 1, or null for all")
+
+
+@torch.inference_mode()
+def _score(
+    model: GPT, tokens: np.ndarray, spans: np.ndarray, bytes_per_token: np.ndarray | None, batch_tokens: int
+) -> tuple[np.ndarray, np.ndarray, int]:
+    """Summed loss and count of every window, float64 and int64 (windows,), and the bytes of all scored tokens."""
+    device = next(model.parameters()).device
+    losses, n_bytes = [], 0
+    for size in np.unique(spans[:, 1])[::-1]:  # the last window of a text may be shorter: a batch of its own
+        same = spans[spans[:, 1] == size]
+        for batch in np.array_split(same, math.ceil(len(same) * int(size) / batch_tokens)):
+            ids = torch.from_numpy(tokens[batch[:, :1] + np.arange(size + 1)].astype(np.int64))  # (windows, size + 1)
+            model.check_tokens(ids)
+            targets = ids[:, 1:].clone()
+            targets[torch.arange(size) < size - torch.from_numpy(batch[:, 2:])] = -100
+            nll = model(ids[:, :-1].to(device), targets=targets.to(device))
+            losses.append(nll.cpu().double().sum(dim=1).numpy())
+            if bytes_per_token is not None:
+                n_bytes += int(bytes_per_token[targets[targets != -100].numpy()].sum())
+    order = np.concatenate([np.flatnonzero(spans[:, 1] == size) for size in np.unique(spans[:, 1])[::-1]])
+    return np.concatenate(losses)[np.argsort(order)], spans[:, 2], n_bytes
+
+
+def ratio_and_error(losses: np.ndarray, counts: np.ndarray) -> tuple[float, float | None]:
+    """Σ losses / Σ counts over windows, and its standard error (Cochran 1977, equation 2.46); None for one window."""
+    n, total = len(losses), counts.sum()
+    ratio = losses.sum() / total
+    if n < 2:
+        return float(ratio), None
+    residuals = losses - ratio * counts
+    return float(ratio), float(math.sqrt(n / (n - 1) * (residuals**2).sum()) / total)
+
+
+def _exp(nll: float) -> float:
+    return math.exp(nll) if nll < 700 else math.inf
+
+
+def measure_run(
+    model: GPT,
+    files: TokenFiles,
+    tokenizer: Tokenizer,
+    lengths: Sequence[int],
+    precision: str,
+    about: dict,
+    **protocol: Any,
+) -> dict:
+    """evaluate_lengths on the validation split, with everything needed to tell later what was measured.
+
+    about: run, folder, checkpoint and trained_on (the fingerprint of its training data). protocol: protocol, stride and
+    max_targets of evaluate_lengths.
+    """
+    with autocast(next(model.parameters()).device, precision):
+        rows = evaluate_lengths(model, files.val, lengths, bytes_per_token=tokenizer.bytes_per_token, **protocol)
+    return {
+        **about,
+        "pos": model.config.pos,
+        "scaling": model.config.scaling,
+        "train_length": model.config.train_length,
+        "tokenizer": tokenizer.name,
+        "corpus": files.meta["corpus"],
+        "fingerprint": files.fingerprint,
+        "precision": precision,
+        **protocol,
+        "rows": rows,
+    }
+
+
+# ---- showing --------------------------------------------------------------------------------------------------------
+
+
+def default_lengths(train_length: int, multiples: Sequence[float] = MULTIPLES) -> list[int]:
+    return sorted({max(1, round(multiple * train_length)) for multiple in multiples})
+
+
+def with_error(row: dict) -> str:
+    """Perplexity ± its standard error (perplexity · stderr, the delta method), with no more digits than that allows."""
+    if row["nll"] is None:
+        return row["note"]
+    if row["stderr"] is None:
+        return f"{row['perplexity']:.4g}"
+    error = row["perplexity"] * row["stderr"]
+    if not math.isfinite(error):
+        return f"{row['perplexity']:.3g}"
+    digits = max(0, 1 - math.floor(math.log10(error))) if error > 0 else 4
+    return f"{row['perplexity']:.{digits}f} ± {error:.{digits}f}"
+
+
+def table(results: list[dict]) -> str:
+    """A text table, one row a length: for one run with bits per byte and the ratio to the training length."""
+    columns = [["length", *(str(row["length"]) for row in results[0]["rows"])]]
+    for result in results:
+        rows, heads = result["rows"], ["perplexity", "bits/byte", f"÷ at {result['train_length']}"]
+        base = next((row["nll"] for row in rows if row["length"] == result["train_length"]), None)
+        cells = [
+            [with_error(row) for row in rows],
+            ["" if row.get("bits_per_byte") is None else f"{row['bits_per_byte']:.4f}" for row in rows],
+            ["" if None in (base, row["nll"]) else f"{_exp(row['nll'] - base):.3f}" for row in rows],
+        ]
+        if len(results) > 1:
+            heads[0] = result["run"]
+        columns += [[head, *cell] for head, cell in zip(heads, cells, strict=True)]
+    widths = [max(map(len, column)) for column in columns]
+    lines = [
+        "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))
+        for line in zip(*columns, strict=True)
+    ]
+    return "\n".join(lines)
+
+
+def plot(results: list[dict], path: Path) -> None:
+    """One curve a run, perplexity over length, as a PNG; error bars are one standard error."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    colours = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")  # Okabe and Ito 2008
+    figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
+    values = []
+    for i, result in enumerate(results):
+        colour = colours[i % len(colours)]
+        rows = [row for row in result["rows"] if plain_number(row["perplexity"]) is not None]
+        lengths, perplexities = [row["length"] for row in rows], [row["perplexity"] for row in rows]
+        errors = [row["perplexity"] * (row["stderr"] or 0) for row in rows]
+        label = result["run"]
+        ended = next((row["note"] for row in result["rows"] if row["nll"] is None), None)
+        if ended:
+            label += f" ({ended})"
+        axes.errorbar(lengths, perplexities, yerr=errors, marker="o", capsize=3, color=colour, label=label)
+        if ended and rows:
+            axes.plot(lengths[-1], perplexities[-1], marker="x", markersize=14, markeredgewidth=2.5, color=colour)
+        values += perplexities
+    for train_length in sorted({result["train_length"] for result in results}):
+        axes.axvline(train_length, color="#777777", linestyle="--", linewidth=1, zorder=0)
+        axes.annotate(
+            f"training length {train_length} ",
+            (train_length, 1),
+            xycoords=("data", "axes fraction"),
+            xytext=(-2, -4),
+            textcoords="offset points",
+            rotation=90,
+            ha="right",
+            va="top",
+            color="#555555",
+            fontsize=9,
+        )
+    all_lengths = sorted({row["length"] for result in results for row in result["rows"]})
+    axes.set_xscale("log", base=2)
+    axes.set_xlim(all_lengths[0] / 1.25, all_lengths[-1] * 1.1)
+    if values and max(values) > 3 * min(values):
+        axes.set_yscale("log")
+        axes.yaxis.set_minor_formatter(matplotlib.ticker.NullFormatter())
+        axes.yaxis.set_major_locator(matplotlib.ticker.LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter(matplotlib.ticker.FormatStrFormatter("%g"))
+    axes.set_xticks(all_lengths, [str(length) for length in all_lengths], rotation=45 if len(all_lengths) > 6 else 0)
+    axes.xaxis.set_minor_locator(matplotlib.ticker.NullLocator())
+    axes.set_xlabel("tokens of context evaluated (log scale)")
+    axes.set_ylabel("validation perplexity")
+    axes.set_title(f"Length extrapolation, {results[0]['protocol']} windows", fontsize=11)
+    axes.grid(alpha=0.25)
+    axes.legend(frameon=False)
+    temporary = path.with_name(f".{path.name}.tmp.png")
+    figure.savefig(temporary, dpi=150)
+    temporary.replace(path)
+    plt.close(figure)
+
+
+def log_curve(result: dict, record: Callable[[dict], None], wandb_run: WandbRun) -> None:
+    """The curve as metrics with length as their x-axis, and a summary value a length to sort runs by."""
+    prefix = f"extrapolation/{result['protocol']}"
+    rows = [row for row in result["rows"] if row["nll"] is not None]
+    for row in rows:
+        values = {f"{prefix}/{key}": row.get(key) for key in ("nll", "perplexity", "stderr", "bits_per_byte")}
+        record({"extrapolation/length": row["length"], **values})
+    wandb_run.summary({f"{prefix}/perplexity_{row['length']}": row["perplexity"] for row in rows})
+
+
+def write_report(results: list[dict], folder: Path) -> None:
+    """extrapolation.json and extrapolation.png: the object of one run, or a list of several."""
+    safe = [
+        {**result, "rows": [{k: plain_number(v) for k, v in row.items()} for row in result["rows"]]}
+        for result in results
+    ]
+    folder.mkdir(parents=True, exist_ok=True)
+    write_text(folder / "extrapolation.json", json.dumps(safe if len(safe) > 1 else safe[0], indent=1) + "\n")
+    plot(results, folder / "extrapolation.png")
+
+
+# ---- the command ----------------------------------------------------------------------------------------------------
+
+
+def _folders(config: DictConfig) -> list[Path]:
+    if config.runs is None:
+        return [latest_run(Path(config.root))]
+    given = [config.runs] if isinstance(config.runs, str) else list(config.runs)
+    if not given:
+        raise ValueError("runs=[]: give at least one run folder, or leave it out for the latest run")
+    return [Path(str(name)).expanduser() for name in dict.fromkeys(given)]
+
+
+def evaluate_runs(config: DictConfig) -> list[dict]:
+    """Measure every run of the configuration, print the table, write the files and log to wandb."""
+    config = checked(config, EvalConfig)
+    require(config, {"stride": 1, "max_targets": 1})
+    if config.protocol not in PROTOCOLS:
+        raise ValueError(f"protocol={config.protocol!r}: use {' or '.join(PROTOCOLS)}")
+    if config.scaling is not None:
+        raise ValueError(f"scaling={config.scaling}: no frequency scaling is known; use scaling=none")
+    folders = _folders(config)
+    device = pick_device(config.device)
+    precision = pick_precision(config.precision, device)
+    settings = [read_config(folder) for folder in folders]
+    weights = [latest_checkpoint(folder) for folder in folders]
+    train_length = min(setting.model.train_length for setting in settings)
+    lengths = sorted(set(config.lengths)) if config.lengths is not None else default_lengths(train_length)
+    stride = config.stride if config.stride is not None else max(1, min(train_length // 2, min(lengths, default=1)))
+
+    protocol = {"protocol": config.protocol, "stride": stride, "max_targets": config.max_targets}
+
+    log.info("%s windows on %s in %s, lengths %s", config.protocol, device, precision, ", ".join(map(str, lengths)))
+    results = []
+    for folder, setting, path in zip(folders, settings, weights, strict=True):
+        tokenizer = get_tokenizer(setting.tokenizer.name)
+        files = prepare(DataConfig(**setting.data), tokenizer, say=log.info)
+        model = load_run(folder, device)
+        about = {"run": setting.name, "folder": str(folder), "checkpoint": path.stem}
+        about["trained_on"] = setting.provenance.fingerprint
+        results.append(measure_run(model, files, tokenizer, lengths, precision, about, **protocol))
+    _tell_apart(results)
+    print(table(results))
+    for note in comparability(results):
+        log.warning("note: %s", note)
+    out = Path(config.out) if config.out else None
+    for folder, setting, result in zip(folders, settings, results, strict=True):
+        if out is None or len(results) > 1:
+            write_report([result], folder)
+        wandb_settings = OmegaConf.merge(setting.wandb, {"mode": config.wandb.mode})
+        wandb_run = start_wandb(wandb_settings, folder, setting.provenance.wandb_id, name=setting.name)
+        log_curve(result, wandb_run.log, wandb_run)
+        wandb_run.finish(failed=False)
+    if out is None:
+        out = folders[0]
+        if len(results) > 1:
+            out = Path(config.root) / f"{datetime.now():%Y-%m-%d_%H-%M-%S}_comparison"
+    if len(results) > 1 or config.out:
+        write_report(results, out)
+    log.info("wrote    %s", out / "extrapolation.{json,png}")
+    return results
+
+
+def _tell_apart(results: list[dict]) -> None:
+    """Runs of the same name are shown by their folders."""
+    names = [result["run"] for result in results]
+    for result in results:
+        if names.count(result["run"]) > 1:
+            result["run"] = Path(result["folder"]).name
+
+
+def comparability(results: list[dict]) -> list[str]:
+    """What a reader must know before comparing these numbers."""
+    notes = [
+        f"{result['run']} was trained on data {result['trained_on']}, but {result['corpus']} is now "
+        f"{result['fingerprint']}: validation text may have been in its training text"
+        for result in results
+        if result["trained_on"] != result["fingerprint"]
+    ]
+    if len({result["fingerprint"] for result in results}) > 1:
+        notes.append("these runs are measured on different data: their numbers cannot be compared")
+    elif len({result["tokenizer"] for result in results}) > 1:
+        notes.append("these runs have different tokenizers: compare bits per byte, perplexities are per token")
+    return notes
+
+
+@hydra.main(version_base="1.3", config_path="configs", config_name="eval")
+def main(config: DictConfig) -> None:
+    with clear_errors():
+        evaluate_runs(config)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,374 @@
+"""What training and evaluation share: settings, devices, processes, the run folder, wandb.
+
+It stands beside train.py and eval.py because both need it, and neither model/ (which knows no Hydra and no wandb) nor
+data/ is the place for it.
+"""
+
+import atexit
+import contextlib
+import json
+import logging
+import math
+import netrc
+import os
+import platform
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from hydra.errors import CompactHydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+log = logging.getLogger("ropewalk")
+
+
+# ---- settings -------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class WandbSettings:
+    mode: str = "auto"
+    project: str = "ropewalk"
+    group: str | None = None
+
+
+def machine() -> str:
+    """The preset for this machine."""
+    return "gpu" if torch.cuda.is_available() else "cpu"
+
+
+def _run_dir(resume: str | None, name: str) -> str:
+    """Where Hydra puts a run's log: the folder of the run to resume, or a new one under outputs/.
+
+    The processes of a torchrun job other than the first get a temporary place: the first one's folder is the run's.
+    """
+    if int(os.environ.get("RANK", 0)) > 0:
+        folder = tempfile.mkdtemp(prefix="ropewalk-rank-")
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        return folder
+    if resume:
+        return resume
+    stem = Path("outputs") / f"{datetime.now():%Y-%m-%d_%H-%M-%S}_{name.replace(os.sep, '_')}"
+    folder, count = stem, 1
+    while folder.exists():
+        count += 1
+        folder = stem.with_name(f"{stem.name}_{count}")
+    return str(folder)
+
+
+def _register_resolvers() -> None:
+    """The functions that the YAML files call by name; the only ones."""
+    OmegaConf.register_new_resolver("machine", machine, replace=True)
+    OmegaConf.register_new_resolver(
+        "by_preset",
+        lambda cpu, gpu, *, _root_: {"cpu": cpu, "gpu": gpu}[_root_.get("preset") or machine()],
+        replace=True,
+    )
+    OmegaConf.register_new_resolver("run_dir", _run_dir, replace=True)
+    OmegaConf.register_new_resolver(
+        "run_subdir", lambda resume, name: os.path.relpath(_run_dir(resume, name), "outputs"), replace=True
+    )
+
+
+_register_resolvers()
+
+
+def checked(config: DictConfig, schema: type) -> DictConfig:
+    """The composed configuration against its schema. ValueError for keys that are not known and types that do not fit.
+
+    Hydra checks all but what is added with a plus sign, and what is read from a run folder.
+    """
+    try:
+        return OmegaConf.merge(
+            OmegaConf.structured(schema), OmegaConf.create(OmegaConf.to_container(config, resolve=True))
+        )
+    except OmegaConfBaseException as error:
+        raise ValueError(str(error).splitlines()[0] + f" (setting {error.full_key})") from error
+
+
+def require(config: DictConfig, least: dict[str, float]) -> None:
+    """Raise ValueError unless every named number is given or null, finite, and at least as large as stated."""
+    for key, low in least.items():
+        value = OmegaConf.select(config, key)
+        if value is not None and not low <= value < math.inf:
+            raise ValueError(f"{key}={value}: must be at least {low}")
+
+
+@contextlib.contextmanager
+def clear_errors(folder: Path | None = None) -> Iterator[None]:
+    """Show errors that a user can mend as one message; keep every traceback in the run's log.
+
+    ValueErrors and OSErrors carry a message written for the user. Anything else is a fault of the program, and is
+    shown with its traceback.
+    """
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        log.debug("failed", exc_info=True)
+        where = f"\n(traceback in {folder / 'train.log'})" if folder else ""
+        raise CompactHydraException(f"error: {error}{where}") from error
+    except BaseException:
+        log.debug("failed", exc_info=True)
+        raise
+
+
+# ---- devices and processes ------------------------------------------------------------------------------------------
+
+
+def pick_device(name: str, local_rank: int = 0) -> torch.device:
+    """`auto` or a device by name; under torchrun each process takes the CUDA device of its local rank."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ValueError(f"device={name!r}: use auto, cuda, cuda:<number>, mps or cpu") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device={name}: this torch finds no CUDA device; use device=auto or device=cpu")
+    if device.type == "mps" and not torch.backends.mps.is_available():
+        raise ValueError(f"device={name}: this torch finds no Apple GPU; use device=auto or device=cpu")
+    if device.type not in ("cuda", "mps", "cpu"):
+        raise ValueError(f"device={name!r}: use auto, cuda, cuda:<number>, mps or cpu")
+    if device.type == "cuda":
+        index = local_rank if device.index is None else device.index
+        if index >= torch.cuda.device_count():
+            raise ValueError(f"device=cuda:{index}: this machine has {torch.cuda.device_count()} CUDA devices")
+        device = torch.device("cuda", index)
+        torch.cuda.set_device(device)
+    return device
+
+
+PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def pick_precision(name: str, device: torch.device) -> str:
+    """`auto` or one of PRECISIONS. auto: bf16 where the hardware multiplies it, fp16 on older GPUs, else fp32."""
+    if name not in ("auto", *PRECISIONS):
+        raise ValueError(f"precision={name!r}: use auto, {', '.join(PRECISIONS)}")
+    if name == "fp16" and device.type != "cuda":
+        raise ValueError(f"precision=fp16 on {device.type}: only on CUDA; use bf16 or fp32")
+    if name != "auto":
+        return name
+    if device.type == "cuda":
+        return "bf16" if torch.cuda.get_device_capability(device) >= (8, 0) else "fp16"
+    if device.type == "cpu":
+        probes = (getattr(torch.cpu, f"_is_{unit}_supported", bool) for unit in ("avx512_bf16", "amx_tile"))
+        return "bf16" if any(probe() for probe in probes) else "fp32"
+    return "fp32"
+
+
+def autocast(device: torch.device, precision: str) -> torch.autocast:
+    dtype = PRECISIONS[precision]
+    return torch.autocast(device.type, dtype=dtype or torch.bfloat16, enabled=dtype is not None)
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among those of a torchrun job; one alone without."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+
+    @property
+    def first(self) -> bool:
+        return self.rank == 0
+
+    def share(self, value: Any) -> Any:
+        """The first process' value, in all of them."""
+        if self.world_size == 1:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box)
+        return box[0]
+
+
+@contextlib.contextmanager
+def processes(device_name: str) -> Iterator[Ranks]:
+    """Join the torchrun job this process belongs to, if any, for as long as the context lasts."""
+    if "WORLD_SIZE" not in os.environ:
+        yield Ranks()
+        return
+    ranks = Ranks(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"]))
+    if not ranks.first:
+        logging.getLogger().setLevel(logging.ERROR)
+    dist.init_process_group("nccl" if pick_device(device_name, ranks.local_rank).type == "cuda" else "gloo")
+    try:
+        yield ranks
+    finally:
+        dist.destroy_process_group()
+
+
+# ---- the run folder -------------------------------------------------------------------------------------------------
+
+
+def write_text(path: Path, text: str) -> None:
+    """Put a whole file in place, or none."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def read_config(run: Path) -> DictConfig:
+    """A run's config.yaml. Errors name the file."""
+    path = run / "config.yaml"
+    if not path.is_file():
+        raise FileNotFoundError(f"{run}: not a run folder (it has no config.yaml)")
+    try:
+        config = OmegaConf.load(path)
+        # A stranger's file may hold interpolations; ours are resolved, so any that is left is not from us.
+        OmegaConf.to_container(config, resolve=False, throw_on_missing=True)
+        if "${" in path.read_text(encoding="utf-8") or not isinstance(config, DictConfig):
+            raise ValueError("it holds interpolations, or is no mapping")
+    except Exception as error:
+        raise ValueError(f"{path}: not a configuration written by train.py ({error})") from error
+    return config
+
+
+def latest_run(root: Path) -> Path:
+    """The run under `root` whose checkpoint is the newest. FileNotFoundError where there is none."""
+    found = [path for path in root.glob("*/checkpoint/*.safetensors") if (path.parents[1] / "config.yaml").exists()]
+    if not found:
+        raise FileNotFoundError(f"no run with a checkpoint under {root}/; train one first, or give runs=[<folder>]")
+    return max(found, key=lambda path: path.stat().st_mtime_ns).parents[1]
+
+
+def provenance(command: list[str] | None = None) -> dict:
+    """Where a number came from, as far as the program can know."""
+    import numpy
+
+    return {
+        "command": " ".join(sys.argv if command is None else command),
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "numpy": numpy.__version__,
+        "machine": f"{platform.system()} {platform.machine()}",
+    }
+
+
+def plain_number(value: Any) -> Any:
+    """JSON has no NaN and no infinity: null stands for both."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+class MetricsFile:
+    """metrics.jsonl: one JSON object a line, each with its step, whatever wandb does."""
+
+    def __init__(self, path: Path, keep_up_to_step: int):
+        """Open for appending; rows of steps after `keep_up_to_step`, which a resumed run makes again, are dropped."""
+        rows = []
+        for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+            try:
+                row = json.loads(line)
+            except ValueError:  # the last line of a killed run may be half a line
+                continue
+            if row["step"] <= keep_up_to_step:
+                rows.append(line + "\n")
+        write_text(path, "".join(rows))
+        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 (closed with the run)
+
+    def write(self, row: dict) -> None:
+        self._file.write(json.dumps({key: plain_number(value) for key, value in row.items()}) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+# ---- wandb ----------------------------------------------------------------------------------------------------------
+
+
+def _logged_in() -> bool:
+    """Whether wandb would find credentials without asking for them."""
+    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
+        return True
+    host = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai").split("://")[-1].split("/")[0]
+    for path in (os.environ.get("NETRC"), "~/.netrc", "~/_netrc"):
+        with contextlib.suppress(OSError, netrc.NetrcParseError):
+            if path and netrc.netrc(os.path.expanduser(path)).authenticators(host):
+                return True
+    return False
+
+
+@dataclass
+class WandbRun:
+    """A wandb run, or nothing at all where wandb.mode=disabled. A failing wandb never stops the work."""
+
+    run: Any = None
+    _broken: bool = field(default=False, repr=False)
+
+    def log(self, row: dict) -> None:
+        """Log what is there: None is left out, as wandb would show it as a value."""
+        self._call(lambda: self.run.log({key: value for key, value in row.items() if plain_number(value) is not None}))
+
+    def summary(self, values: dict) -> None:
+        self._call(lambda: self.run.summary.update(values))
+
+    def finish(self, failed: bool) -> None:
+        self._call(lambda: self.run.finish(exit_code=1 if failed else 0))
+
+    def _call(self, action: Callable[[], None]) -> None:
+        if self.run is None or self._broken:
+            return
+        try:
+            action()
+        except Exception as error:
+            self._broken = True
+            log.warning("wandb failed and is left out from here on: %s (metrics.jsonl goes on)", error)
+
+
+def wandb_mode(mode: str) -> str:
+    """online, offline or disabled. auto: what WANDB_MODE says, else online when logged in, else offline. Never asks.
+
+    Raises ValueError for a mode that is not known, and for `online` without a login.
+    """
+    if mode == "auto":
+        mode = os.environ.get("WANDB_MODE") or ("online" if _logged_in() else "offline")
+    if mode not in ("online", "offline", "disabled"):
+        raise ValueError(f"wandb.mode={mode!r}: use auto, online, offline or disabled")
+    if mode == "online" and not _logged_in():
+        raise ValueError("wandb.mode=online: not logged in; run `wandb login`, or use wandb.mode=offline")
+    return mode
+
+
+def start_wandb(settings: DictConfig, run_folder: Path, run_id: str | None, **init: Any) -> WandbRun:
+    """Start or take up (by its id) a wandb run whose files lie in `wandb/` beside the run folder. Without id: none."""
+    mode = wandb_mode(settings.mode)
+    if mode == "disabled" or run_id is None:
+        return WandbRun()
+    import wandb
+
+    folder = run_folder.resolve().parent
+    options = {
+        "project": settings.project,
+        "group": settings.group,
+        "dir": str(folder),
+        "id": run_id,
+        "resume": "allow" if mode == "online" else None,
+        "settings": wandb.Settings(silent=True, console="off", init_timeout=60),
+        **init,
+    }
+    try:
+        run = wandb.init(mode=mode, **options)
+    except Exception as error:
+        if mode == "offline":
+            log.warning("wandb could not start: %s (metrics.jsonl goes on)", error)
+            return WandbRun()
+        log.warning("wandb is not reachable (%s); logging offline", error)
+        run = wandb.init(mode="offline", **{**options, "resume": None})
+    run.define_metric("tokens")
+    for prefix in ("train", "val", "speed"):
+        run.define_metric(f"{prefix}/*", step_metric="tokens")
+    run.define_metric("extrapolation/length")
+    run.define_metric("extrapolation/*", step_metric="extrapolation/length")
+    where = run.url if mode == "online" else f"offline in {folder / 'wandb'}"
+    log.info("wandb    %s, run %s", where, run.id)
+    return WandbRun(run)

@@ -1,0 +1,514 @@
+"""Train a GPT with any position scheme, and measure it at and past its training length.
+
+python train.py pos=rope                            what this machine can do: preset=cpu or preset=gpu
+python train.py -m pos=learned,rope seed=0,1        four runs, one after the other
+torchrun --nproc-per-node 2 train.py pos=rope       data parallel: the same run on two devices
+python train.py resume=outputs/<run>                go on with an interrupted run
+"""
+
+import contextlib
+import logging
+import math
+import time
+import uuid
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import hydra
+import numpy as np
+import torch
+import torch.distributed as dist
+from hydra.core.config_store import ConfigStore
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import MISSING, DictConfig, OmegaConf
+from tqdm import tqdm
+from tqdm.contrib.logging import logging_redirect_tqdm
+
+from data import DataConfig, TokenFiles, Tokenizer, draw_batch, get_tokenizer, prepare
+from eval import default_lengths, log_curve, measure_run, table, with_error, write_report
+from model import GPT, GPTConfig
+from model.checkpoint import latest_checkpoint, load_run, load_state, load_weights, save_checkpoint
+from runs import (
+    MetricsFile,
+    Ranks,
+    WandbSettings,
+    autocast,
+    checked,
+    clear_errors,
+    pick_device,
+    pick_precision,
+    processes,
+    provenance,
+    read_config,
+    require,
+    start_wandb,
+    wandb_mode,
+    write_text,
+)
+
+log = logging.getLogger("ropewalk")
+
+
+# ---- settings -------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class ModelSettings:
+    n_layer: int = MISSING
+    n_head: int = MISSING
+    n_kv_head: int | None = None
+    head_dim: int = MISSING
+    width: int | None = None
+    train_length: int = MISSING
+    bias: bool = MISSING
+    dropout: float = MISSING
+
+
+@dataclass
+class TrainSettings:
+    max_steps: int = MISSING
+    batch_size: int = MISSING
+    micro_batch_size: int | None = None
+    lr: float = MISSING
+    min_lr_ratio: float = MISSING
+    warmup_steps: int = MISSING
+    weight_decay: float = MISSING
+    beta1: float = MISSING
+    beta2: float = MISSING
+    grad_clip: float = MISSING
+    compile: Any = "auto"
+    tf32: bool = True
+    eval_every: int = MISSING
+    checkpoint_every: int = MISSING
+    log_every: int = MISSING
+
+
+@dataclass
+class ValSettings:
+    multiples: list[float] = MISSING
+    stride: int | None = None
+    max_targets: int | None = None
+
+
+@dataclass
+class TokenizerSettings:
+    name: str = MISSING
+
+
+@dataclass
+class TrainConfig:
+    """Types of train.py's settings; the files in configs/ have the values and say what they mean."""
+
+    name: str = MISSING
+    preset: str = MISSING
+    seed: int = MISSING
+    device: str = "auto"
+    precision: str = "auto"
+    resume: str | None = None
+    init_from: str | None = None
+    model: ModelSettings = field(default_factory=ModelSettings)
+    pos: dict[str, Any] = MISSING
+    scaling: dict[str, Any] | None = None
+    data: DataConfig = MISSING
+    tokenizer: TokenizerSettings = field(default_factory=TokenizerSettings)
+    train: TrainSettings = field(default_factory=TrainSettings)
+    val: ValSettings = field(default_factory=ValSettings)
+    wandb: WandbSettings = field(default_factory=WandbSettings)
+
+
+ConfigStore.instance().store(name="train_schema", node=TrainConfig)
+
+# What may differ from the run that is resumed; all else comes from its config.yaml.
+RESUMABLE = {"resume", "device", "wandb.mode", "train.max_steps", "train.eval_every", "train.checkpoint_every"}
+
+
+def resumed_config(config: DictConfig, overrides: list[str]) -> DictConfig:
+    """The configuration of the run to resume, with the few settings that may change taken from the command line."""
+    saved = read_config(Path(config.resume))
+    saved.pop("provenance", None)
+    keys = [override.split("=", 1)[0].lstrip("+~") for override in overrides]
+    for key in keys:
+        if key not in RESUMABLE:
+            raise ValueError(
+                f"{key}: cannot change when a run is resumed (resume={config.resume}), its config.yaml decides; "
+                f"only {', '.join(sorted(RESUMABLE))} can. To start anew from its weights: init_from=<run folder>"
+            )
+        OmegaConf.update(saved, key, OmegaConf.select(config, key))
+    return checked(saved, TrainConfig)
+
+
+def check_settings(config: DictConfig, ranks: Ranks) -> GPTConfig:
+    """Everything that can be known to be wrong before any work is done. Raises ValueError naming the setting."""
+    t, v = config.train, config.val
+    least = {"max_steps": 1, "batch_size": 1, "micro_batch_size": 1, "warmup_steps": 0, "weight_decay": 0}
+    least |= {"eval_every": 1, "checkpoint_every": 1, "log_every": 1, "min_lr_ratio": 0, "beta1": 0, "beta2": 0}
+    require(config, {f"train.{key}": low for key, low in least.items()} | {"val.stride": 1, "val.max_targets": 1})
+    require(config, {"seed": 0})
+    for key in ("lr", "grad_clip"):
+        if not 0 < t[key] < math.inf:
+            raise ValueError(f"train.{key}={t[key]}: must be a finite number above 0")
+    for key in ("beta1", "beta2"):
+        if t[key] >= 1:
+            raise ValueError(f"train.{key}={t[key]}: must be below 1")
+    if t.compile not in ("auto", True, False):
+        raise ValueError(f"train.compile={t.compile!r}: use auto, true or false")
+    if not v.multiples or min(v.multiples) <= 0:
+        raise ValueError(f"val.multiples={list(v.multiples)}: at least one, all above 0")
+    if t.batch_size % (ranks.world_size * (t.micro_batch_size or 1)):
+        raise ValueError(
+            f"train.batch_size={t.batch_size}: must be a multiple of train.micro_batch_size={t.micro_batch_size} "
+            f"times the number of processes, {ranks.world_size}"
+        )
+    tokenizer = get_tokenizer(config.tokenizer.name)
+    plain = OmegaConf.to_container(config)
+    return GPTConfig.from_dict(
+        {**plain["model"], "vocab_size": tokenizer.vocab_size, "pos": plain["pos"], "scaling": plain["scaling"]}
+    )
+
+
+def check_lengths(config: DictConfig, files: TokenFiles) -> list[int]:
+    """The lengths to evaluate. ValueError where a split is shorter than a training window; longer ones are left out."""
+    train_length = config.model.train_length
+    for split, tokens in (("training", files.train), ("validation", files.val)):
+        if len(tokens) < train_length + 1:
+            raise ValueError(
+                f"model.train_length={train_length}: a window and its target do not fit into the {split} split of "
+                f"{files.meta['corpus']}, which has {len(tokens)} tokens; use a shorter one or more text"
+            )
+    lengths = default_lengths(train_length, config.val.multiples)
+    fitting = [length for length in lengths if length < len(files.val)]
+    if not fitting:
+        raise ValueError(f"val.multiples: none of {lengths} fits into the {len(files.val)} validation tokens")
+    if fitting != lengths:
+        left_out = ", ".join(str(length) for length in lengths if length not in fitting)
+        log.warning("validation split of %d tokens: lengths %s are left out", len(files.val), left_out)
+    if config.val.stride is not None and config.val.stride > min(fitting):
+        raise ValueError(f"val.stride={config.val.stride}: must be at most the shortest length, {min(fitting)}")
+    return fitting
+
+
+# ---- the run --------------------------------------------------------------------------------------------------------
+
+
+class NonFiniteLoss(ValueError):
+    """The loss or its gradient is NaN or infinite: nothing after it would mean anything."""
+
+
+def lr_at(step: int, t: DictConfig) -> float:
+    """Learning rate of update number `step`, from 0: linear warm-up, then a cosine down to min_lr_ratio · lr."""
+    if step < t.warmup_steps:
+        return t.lr * (step + 1) / t.warmup_steps
+    progress = (step - t.warmup_steps) / max(1, t.max_steps - 1 - t.warmup_steps)
+    return t.lr * (t.min_lr_ratio + (1 - t.min_lr_ratio) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress))))
+
+
+class Trainer:
+    """One run: model, optimiser and data, from the step its last checkpoint was written at to max_steps."""
+
+    def __init__(self, config: DictConfig, gpt_config: GPTConfig, folder: Path, ranks: Ranks):
+        self.config, self.folder, self.ranks = config, folder, ranks
+        self.device = pick_device(config.device, ranks.local_rank)
+        self.precision = pick_precision(config.precision, self.device)
+        torch.set_float32_matmul_precision("high" if config.train.tf32 else "highest")
+        log.info("preset   %s (%s)", config.preset, _why(config.preset, self.device))
+        log.info("device   %s, %s, %d process(es)", self.device, self.precision, ranks.world_size)
+
+        self.tokenizer: Tokenizer = get_tokenizer(config.tokenizer.name)
+        data_config = DataConfig(**config.data)
+        if ranks.first:
+            prepare(data_config, self.tokenizer, say=log.info)
+        ranks.share(None)  # the others wait for the files
+        self.files = prepare(data_config, self.tokenizer, say=log.info)
+        counts, documents = self.files.meta["tokens"], self.files.meta["documents"]
+        log.info(
+            "data     %s: %s training and %s validation tokens in %d and %d documents, fingerprint %s",
+            self.files.meta["corpus"],
+            *(f"{counts[split]:,}" for split in ("train", "val")),
+            *(documents[split] for split in ("train", "val")),
+            self.files.fingerprint,
+        )
+        self.lengths = check_lengths(config, self.files)
+
+        self.step, state = 0, {}
+        if config.resume:
+            weights = latest_checkpoint(folder)
+            self.model, state = load_weights(weights), load_state(weights)
+            self._check_resumable(state)
+            self.step = state["step"]
+        else:
+            torch.manual_seed(config.seed)
+            self.model = GPT(gpt_config)
+            if config.init_from:
+                self._start_from(Path(config.init_from))
+        self.model.to(self.device).train()
+        self._say_model()
+        self.optimizer = torch.optim.AdamW(
+            self.model.optimizer_groups(config.train.weight_decay),
+            lr=config.train.lr,
+            betas=(config.train.beta1, config.train.beta2),
+            fused=self.device.type in ("cuda", "cpu", "mps"),
+        )
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.precision == "fp16")
+        if state:
+            self.optimizer.load_state_dict(state["optimizer"])
+            self.scaler.load_state_dict(state["scaler"])
+        self.wandb_id = state.get("wandb_id")
+        if self.wandb_id is None and wandb_mode(config.wandb.mode) != "disabled":
+            self.wandb_id = uuid.uuid4().hex[:8]
+
+        compiled = config.train.compile if config.train.compile != "auto" else self.device.type == "cuda"
+        self.forward = torch.compile(self.model) if compiled else self.model
+        if ranks.world_size > 1:
+            devices = [self.device.index] if self.device.type == "cuda" else None
+            self.forward = torch.nn.parallel.DistributedDataParallel(self.forward, device_ids=devices)
+
+    def _check_resumable(self, state: dict) -> None:
+        if state["fingerprint"] != self.files.fingerprint:
+            raise ValueError(
+                f"resume={self.folder}: was trained on data {state['fingerprint']}, but {self.files.meta['corpus']} is "
+                f"{self.files.fingerprint} here; going on would mix the two"
+            )
+        if state["step"] >= self.config.train.max_steps and (self.folder / "extrapolation.json").exists():
+            raise ValueError(
+                f"resume={self.folder}: its {state['step']} steps are done; give a larger train.max_steps to go on"
+            )
+
+    def _start_from(self, source: Path) -> None:
+        weights = load_run(source).state_dict()
+        try:
+            self.model.load_state_dict(weights)
+        except RuntimeError as error:
+            raise ValueError(f"init_from={source}: its weights do not fit this model ({error})") from error
+        log.info("weights  from %s", source)
+
+    def _say_model(self) -> None:
+        c = self.model.config
+        of_scheme = sum(parameter.numel() for parameter in self.model.pos.parameters())
+        log.info(
+            "model    %s: %s parameters (%s for positions), %d layers, %d heads of %d, train length %d, "
+            "%.1f MFLOP a token forward",
+            c.pos["name"],
+            f"{self.model.num_parameters():,}",
+            f"{of_scheme:,}",
+            c.n_layer,
+            c.n_head,
+            c.head_dim,
+            c.train_length,
+            self.model.flops_per_token(c.train_length) / 1e6,
+        )
+
+    def _write_config(self) -> dict:
+        """config.yaml: the settings as used, and where they were used. Refuses a folder that holds a run already."""
+        path = self.folder / "config.yaml"
+        plain = OmegaConf.to_container(self.config, throw_on_missing=True)
+        plain["resume"] = None
+        here = {**provenance(), "device": str(self.device), "precision": self.precision}
+        plain["provenance"] = {**here, "fingerprint": self.files.fingerprint, "wandb_id": self.wandb_id}
+        if not self.config.resume:
+            try:
+                path.touch(exist_ok=False)
+            except FileExistsError as error:
+                raise ValueError(
+                    f"{self.folder}: holds a run already; go on with it by resume={self.folder}, or choose another folder"
+                ) from error
+        write_text(path, OmegaConf.to_yaml(OmegaConf.create(plain)))
+        return plain
+
+    def train(self) -> float:
+        """Train to the end; returns the validation loss at the training length (nats a token)."""
+        c, t = self.config, self.config.train
+        outputs = contextlib.ExitStack()
+        with outputs:
+            if self.ranks.first:
+                self._open_outputs(outputs)
+            bar = tqdm(
+                total=t.max_steps,
+                initial=self.step,
+                unit="step",
+                disable=None if self.ranks.first else True,
+                smoothing=0.05,
+            )
+            outputs.enter_context(bar)
+            outputs.enter_context(logging_redirect_tqdm([logging.getLogger()]))
+            nll, pending, clock, since = math.nan, [], time.perf_counter(), self.step
+            while self.step < t.max_steps:
+                pending.append(self._update())
+                self.step += 1
+                at_end = self.step == t.max_steps
+                bar.update()
+                evaluate = self.step % t.eval_every == 0 or at_end
+                checkpoint = self.step % t.checkpoint_every == 0 or at_end
+                if self.step % t.log_every == 0 or evaluate or checkpoint:
+                    row = self._read(pending)
+                    seconds = time.perf_counter() - clock
+                    row["speed/tokens_per_second"] = (self.step - since) * t.batch_size * c.model.train_length / seconds
+                    bar.set_postfix_str(
+                        f"loss {row['train/loss']:.3f}, {row['speed/tokens_per_second']:,.0f} tokens/s", refresh=False
+                    )
+                    self._record(row)
+                    pending = []
+                if evaluate:
+                    nll = self._evaluate(last=at_end)
+                if checkpoint:
+                    self._checkpoint()
+                if self.step % t.log_every == 0 or evaluate or checkpoint:
+                    clock, since = time.perf_counter(), self.step
+            if math.isnan(nll):  # resumed after its last step, before its report
+                nll = self._evaluate(last=True)
+        return self.ranks.share(nll)
+
+    def _open_outputs(self, outputs: contextlib.ExitStack) -> None:
+        c = self.config
+        plain_config = self._write_config()
+        self.metrics = MetricsFile(self.folder / "metrics.jsonl", keep_up_to_step=self.step)
+        outputs.callback(self.metrics.close)
+        self.wandb = start_wandb(
+            OmegaConf.merge(c.wandb, {"group": c.wandb.group or HydraConfig.get().runtime.choices.get("experiment")}),
+            self.folder,
+            self.wandb_id,
+            name=c.name,
+            job_type="train",
+            config=plain_config,
+            tags=[f"pos={c.pos.name}", f"layers={c.model.n_layer}", f"train_length={c.model.train_length}"],
+        )
+        outputs.push(lambda kind, error, trace: self.wandb.finish(failed=kind is not None))
+
+    def _update(self) -> tuple[int, torch.Tensor, torch.Tensor]:
+        """One optimiser step over the global batch: (step, its mean loss, the gradient's norm), still on the device."""
+        c, t = self.config, self.config.train
+        # All randomness of a step is a function of (seed, step, rank): a resumed run needs no generator states.
+        torch.manual_seed(int(np.random.SeedSequence([c.seed, self.step, self.ranks.rank]).generate_state(1)[0]))
+        lr = lr_at(self.step, t)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        inputs, targets = (
+            self._to_device(array)
+            for array in draw_batch(
+                self.files.train,
+                c.model.train_length,
+                t.batch_size,
+                c.seed,
+                self.step,
+                self.ranks.rank,
+                self.ranks.world_size,
+            )
+        )
+        micro = t.micro_batch_size or len(inputs)
+        parts = list(zip(inputs.split(micro), targets.split(micro), strict=True))
+        loss = torch.zeros((), device=self.device)
+        for i, (x, y) in enumerate(parts):
+            sync = i == len(parts) - 1 or self.ranks.world_size == 1
+            with contextlib.nullcontext() if sync else self.forward.no_sync():
+                with autocast(self.device, self.precision):
+                    nll = self.forward(x, targets=y)  # (micro, T)
+                # A part's share of the mean over the global batch: the parts add up to one big batch, whatever their
+                # number. The factor undoes DistributedDataParallel's mean over processes.
+                part = nll.sum() / (t.batch_size * c.model.train_length)
+                self.scaler.scale(part * self.ranks.world_size).backward()
+            loss += part.detach()
+        self.scaler.unscale_(self.optimizer)
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), t.grad_clip)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad(set_to_none=True)
+        return self.step, loss, norm
+
+    def _to_device(self, array: np.ndarray) -> torch.Tensor:
+        tensor = torch.from_numpy(np.ascontiguousarray(array))
+        return (
+            tensor.pin_memory().to(self.device, non_blocking=True)
+            if self.device.type == "cuda"
+            else tensor.to(self.device)
+        )
+
+    def _read(self, pending: list[tuple[int, torch.Tensor, torch.Tensor]]) -> dict:
+        """Fetch the losses of the steps since the last call, all at once, and stop if one is not finite."""
+        losses = torch.stack([loss for _, loss, _ in pending])
+        if self.ranks.world_size > 1:
+            dist.all_reduce(losses)
+        norms = torch.stack([norm for _, _, norm in pending]).tolist()
+        for (step, _, _), loss, norm in zip(pending, losses.tolist(), norms, strict=True):
+            # fp16's scaler skips steps whose gradient overflows: there, only the loss has to be finite
+            if not math.isfinite(loss) or not (math.isfinite(norm) or self.scaler.is_enabled()):
+                what = f"loss is {loss}" if not math.isfinite(loss) else f"gradient's norm is {norm}"
+                try:
+                    good = f"the last good checkpoint is {latest_checkpoint(self.folder)}"
+                except FileNotFoundError:
+                    good = "there is no checkpoint yet"
+                raise NonFiniteLoss(
+                    f"step {step + 1}: the {what}; {good}. Try a smaller train.lr, a longer train.warmup_steps "
+                    "or precision=fp32"
+                )
+        return {
+            "train/loss": sum(losses.tolist()) / len(pending),
+            "train/lr": self.optimizer.param_groups[0]["lr"],
+            "train/grad_norm": norms[-1],
+        }
+
+    def _evaluate(self, last: bool) -> float:
+        """Validation at all lengths, by the first process; after the last step also as the run's report."""
+        if not self.ranks.first:
+            return math.nan
+        c = self.config
+        stride = c.val.stride or max(1, min(c.model.train_length // 2, min(self.lengths)))
+        about = {"run": c.name, "folder": str(self.folder), "checkpoint": f"step_{self.step:06d}"}
+        about["trained_on"] = self.files.fingerprint
+        protocol = {"protocol": "sliding", "stride": stride, "max_targets": c.val.max_targets}
+        result = measure_run(self.model, self.files, self.tokenizer, self.lengths, self.precision, about, **protocol)
+        rows = result["rows"]
+        shown = ", ".join(f"{row['length']}: {with_error(row)}" for row in rows)
+        log.info("step %d  validation perplexity at %s", self.step, shown)
+        at_train = next((row for row in rows if row["length"] == c.model.train_length), rows[0])
+        curve = {f"val/perplexity_{row['length']}": row["perplexity"] for row in rows if row["nll"] is not None}
+        at_length = {f"val/{key}": at_train[key] for key in ("perplexity", "bits_per_byte")}
+        self._record({"val/loss": at_train["nll"], **at_length, **curve})
+        if last:
+            write_report([result], self.folder)
+            log_curve(result, self._record, self.wandb)
+            for line in table([result]).splitlines():
+                log.info("%s", line)
+        return at_train["nll"] if at_train["nll"] is not None else math.inf
+
+    def _record(self, row: dict) -> None:
+        if self.ranks.first:
+            tokens = self.step * self.config.train.batch_size * self.config.model.train_length
+            row = {"step": self.step, "tokens": tokens, **row}
+            self.metrics.write(row)
+            self.wandb.log(row)
+
+    def _checkpoint(self) -> None:
+        if self.ranks.first:
+            state = {
+                "step": self.step,
+                "optimizer": self.optimizer.state_dict(),
+                "scaler": self.scaler.state_dict(),
+                "fingerprint": self.files.fingerprint,
+                "wandb_id": self.wandb_id,
+            }
+            save_checkpoint(self.folder, self.step, self.model, state)
+
+
+def _why(preset: str, device: torch.device) -> str:
+    if preset == "gpu" and device.type != "cuda":
+        log.warning("preset=gpu is meant for a CUDA device, and this run uses %s: expect days", device)
+    return "a CUDA device is here" if torch.cuda.is_available() else "no CUDA device here"
+
+
+@hydra.main(version_base="1.3", config_path="configs", config_name="train")
+def main(config: DictConfig) -> float:
+    """One run; a sweeper gets its validation loss at the training length."""
+    hydra_config = HydraConfig.get()
+    folder = Path(hydra_config.runtime.output_dir)
+    with clear_errors(folder), processes(config.device) as ranks:
+        config = checked(config, TrainConfig)
+        if config.resume:
+            config = resumed_config(config, list(hydra_config.overrides.task))
+        gpt_config = check_settings(config, ranks)
+        trainer = Trainer(config, gpt_config, Path(ranks.share(str(folder))), ranks)
+        log.info("run      %s", trainer.folder)
+        return trainer.train()
+
+
+if __name__ == "__main__":
+    main()
