@@ -81,10 +81,10 @@ def window_spans(
 ) -> np.ndarray:
     """The windows of one length, int64 (windows, 3): first input token, input tokens, how many last targets are scored.
 
-    A window of inputs t ... t + n - 1 predicts tokens t + 1 ... t + n. nonoverlapping: windows of `length`, the last one
-    what is left. sliding: the scored targets are cut into blocks of `stride`, the same for all `lengths`, from the first
-    that has a full context at the longest length; each window ends with its block. max_targets keeps that many, spread
-    evenly over the whole text.
+    A window of inputs t ... t + n - 1 predicts tokens t + 1 ... t + n. nonoverlapping: windows of `length`, the last
+    one what is left. sliding: the scored targets are cut into blocks of `stride`, the same for all `lengths`, from the
+    first that has a full context at the longest length; each window ends with its block. max_targets keeps that many,
+    spread evenly over the whole text.
     """
     if protocol == "nonoverlapping":
         starts = np.arange(0, n_tokens - 1, length)

@@ -19,7 +19,7 @@ def draw_batch(
     Each epoch cuts the stream into windows that do not overlap, from an offset of its own, and visits every window once
     in a random order. All ranks together draw `batch_size` windows a step, no two of them the same within an epoch, and
     the same ones whatever the number of ranks. Nothing is remembered between calls, so resuming is asking for a later
-    step. Raises ValueError where the stream is shorter than a window and its target, or the ranks do not divide a batch.
+    step. Raises ValueError where the stream is shorter than a window and its target, or ranks do not divide a batch.
     """
     if len(tokens) < length + 1:
         raise ValueError(f"a window of {length} tokens and its target do not fit into a split of {len(tokens)} tokens")

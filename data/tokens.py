@@ -26,7 +26,7 @@ SPLITS = ("train", "val")
 
 @dataclass(frozen=True)
 class TokenFiles:
-    """An opened folder. `train` and `val` are 1-D memory maps of ids; each document ends with the end-of-document id."""
+    """An opened folder. `train` and `val` are 1-D memory maps of ids; each document ends with its end token."""
 
     folder: Path
     meta: dict
@@ -75,7 +75,7 @@ def prepare(config: DataConfig, tokenizer: Tokenizer, say: Callable[[str], None]
 
 
 def open_tokens(folder: Path, tokenizer: Tokenizer) -> TokenFiles:
-    """Map a folder's files. ValueError, naming the file, if it is not what its description says or not this tokenizer's."""
+    """Map a folder's files. ValueError, naming the file, if one is damaged or the tokenizer is another."""
     again = f"delete {folder} and it will be made anew"
     try:
         meta = json.loads((folder / "tokens.json").read_text(encoding="utf-8"))

@@ -225,7 +225,7 @@ class GPT(nn.Module):
         return sum(parameter.numel() for parameter in self.parameters())
 
     def flops_per_token(self, length: int) -> int:
-        """Floating-point operations of a forward pass over `length` tokens, a token; a training step does three times that.
+        """Floating-point operations a token of a forward pass over `length` tokens; a training step does thrice that.
 
         Matrix products only, a multiply-add as two; attention's two products over all `length` keys, although half of
         them are masked (Chowdhery et al. 2022, appendix B). Position schemes add too little to count.

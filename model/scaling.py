@@ -1,0 +1,212 @@
+"""RoPE frequency scalings: the planes of a trained model turned more slowly, so that longer windows look familiar.
+
+Every scaling is one plain function, without state, of the same form:
+
+    scaling(inv_freq, base, train_length, length, *, its keys) -> (inv_freq, attention_scale)
+
+inv_freq: float64 (planes,), plain RoPE's base^(-2i/d) radians a position, where d = 2 · planes is the rotary width (not
+the head's: they differ where only a part of the head turns). base: RoPE's. train_length and length: whole tokens, the
+longest window seen in training, and the sequence so far or the one to come. Returns the scaled frequencies, of the same
+shape, dtype and device, and a factor on both cos and sin, so the scores of the turned part grow with its square. Keys
+are taken as complete_scaling leaves them. factor is the stretch s; None stands for length / train_length, at least 1.
+s = 1 is plain RoPE, bit for bit.
+
+A new scaling is one function, one line in SCALINGS and one file in configs/scaling/; one line in REGIMES as well if it
+looks at length for more than an open factor. Its keyword-only arguments are its configuration keys: a default of None
+may stay open, a number may not, and a key without a default holds one number a plane.
+"""
+
+import inspect
+import math
+import sys
+from collections.abc import Callable, Hashable
+
+import torch
+from torch import Tensor
+
+Scaled = tuple[Tensor, float]
+
+
+def _stretch(factor: float | None, train_length: int, length: int) -> float:
+    return max(1.0, length / train_length) if factor is None else factor
+
+
+def linear(inv_freq: Tensor, base: float, train_length: int, length: int, *, factor: float | None = None) -> Scaled:
+    """Position interpolation (Chen et al. 2023, equation 4): every plane s times as slow."""
+    return inv_freq / _stretch(factor, train_length, length), 1.0
+
+
+def ntk(inv_freq: Tensor, base: float, train_length: int, length: int, *, factor: float | None = None) -> Scaled:
+    """NTK-aware scaling (bloc97 2023; Peng et al. 2023, section 3.1): RoPE with the base b · s^(d/(d-2)).
+
+    The exponent makes the slowest plane s times as slow and leaves the fastest alone. Raises ValueError for d = 2.
+    """
+    planes = inv_freq.shape[0]
+    if planes < 2:
+        raise ValueError(
+            f"scaling=ntk needs a rotary width of at least 4, found {2 * planes} (and so does dynamic): the only plane "
+            "is both its fastest and its slowest; use scaling=linear, or a larger head_dim or rotary_fraction"
+        )
+    # (b · s^(d/(d-2)))^(-2i/d) = b^(-2i/d) · s^(-i/(planes-1)), written so that s = 1 multiplies by exactly 1.
+    exponents = torch.arange(planes, dtype=inv_freq.dtype, device=inv_freq.device) / (planes - 1)
+    return inv_freq * _stretch(factor, train_length, length) ** -exponents, 1.0
+
+
+def dynamic(inv_freq: Tensor, base: float, train_length: int, length: int, *, factor: float | None = None) -> Scaled:
+    """Dynamic NTK (emozilla 2023): the base b · (s·L/T - (s-1))^(d/(d-2)), L = max(length, T), T = train_length.
+
+    An open factor is 1 here, as the length is in the formula: NTK scaling by L/T. Plain RoPE up to T, whatever s.
+    """
+    factor = 1.0 if factor is None else factor
+    stretch = 1.0 + factor * (max(length, train_length) / train_length - 1.0)
+    return ntk(inv_freq, base, train_length, length, factor=stretch)
+
+
+def yarn(
+    inv_freq: Tensor,
+    base: float,
+    train_length: int,
+    length: int,
+    *,
+    factor: float | None = None,
+    beta_fast: float = 32.0,
+    beta_slow: float = 1.0,
+    attention_scale: float | None = None,
+) -> Scaled:
+    """YaRN (Peng et al. 2023, sections 3.2 and 3.3): interpolate the slow planes, leave the fast ones alone.
+
+    Planes that turn at least beta_fast times within train_length stay, those that turn at most beta_slow times are
+    divided by s. Between them the paper's ramp is linear in the turns; its authors' code, followed here as everywhere,
+    makes it linear in i, between ends rounded outwards. attention_scale: the paper's sqrt(1/t) = 0.1 ln(s) + 1.
+    """
+    factor = _stretch(factor, train_length, length)
+    rotary_width = 2 * inv_freq.shape[0]
+
+    def plane_of(turns: float) -> float:
+        return rotary_width * math.log(train_length / (turns * 2 * math.pi)) / (2 * math.log(base))
+
+    first = max(math.floor(plane_of(beta_fast)), 0)
+    last = min(math.ceil(plane_of(beta_slow)), rotary_width - 1)
+    # The authors' code has the 0.001 for first == last only. With first > last (a train_length so short, or so long,
+    # that all planes are on one side of the ramp) its ramp would run backwards; this one stays a step.
+    last = max(last, first + 0.001)
+    ramp = (torch.arange(inv_freq.shape[0], dtype=inv_freq.dtype, device=inv_freq.device) - first) / (last - first)
+    scaled = torch.lerp(inv_freq, inv_freq / factor, ramp.clamp(0, 1))
+    return scaled, 0.1 * math.log(factor) + 1.0 if attention_scale is None else attention_scale
+
+
+def longrope(
+    inv_freq: Tensor,
+    base: float,
+    train_length: int,
+    length: int,
+    *,
+    factor: float | None = None,
+    short: list[float],
+    long: list[float],
+) -> Scaled:
+    """LongRoPE (Ding et al. 2024) as Phi-3 has it: a searched divisor for each plane, one set a side of train_length.
+
+    short divides up to train_length, long past it. attention_scale is sqrt(1 + ln(s) / ln(train_length)) on both sides
+    (with an open factor, s is 1 up to train_length). Raises ValueError for a train_length of 1, whose logarithm is 0.
+    """
+    if train_length < 2:
+        raise ValueError(f"scaling=longrope needs a train_length of at least 2, found {train_length}; use scaling=yarn")
+    divisors = torch.tensor(long if length > train_length else short, dtype=inv_freq.dtype, device=inv_freq.device)
+    factor = _stretch(factor, train_length, length)
+    return inv_freq / divisors, math.sqrt(1.0 + math.log(factor) / math.log(train_length))
+
+
+def llama3(
+    inv_freq: Tensor,
+    base: float,
+    train_length: int,
+    length: int,
+    *,
+    factor: float | None = None,
+    low: float = 1.0,
+    high: float = 4.0,
+) -> Scaled:
+    """Llama 3.1 (Grattafiori et al. 2024, reference code): by the turns that a plane makes within train_length.
+
+    Fewer than low (a wavelength above train_length / low): divided by s. More than high: left alone. Between: linear
+    in the turns.
+    """
+    turns = train_length * inv_freq / (2 * math.pi)
+    kept = ((turns - low) / (high - low)).clamp(0, 1)
+    return torch.lerp(inv_freq / _stretch(factor, train_length, length), inv_freq, kept), 1.0
+
+
+SCALINGS: dict[str, Callable[..., Scaled]] = {
+    "linear": linear,
+    "ntk": ntk,
+    "dynamic": dynamic,
+    "yarn": yarn,
+    "longrope": longrope,
+    "llama3": llama3,
+}
+
+# What a scaling sees of (train_length, length) apart from an open factor; those that are not here see nothing of it.
+REGIMES: dict[str, Callable[[int, int], Hashable]] = {
+    "dynamic": max,
+    "longrope": lambda train_length, length: length > train_length,
+}
+
+
+def regime(scaling: dict, train_length: int, length: int) -> Hashable:
+    """Equal for two lengths exactly where a completed scaling returns the same for both; None where it always does.
+
+    Keys that were turned under one regime are wrong under another, so a cache must be computed anew when it changes.
+    """
+    if scaling.get("factor", 1.0) is None:
+        return max(train_length, length)
+    return REGIMES.get(scaling["name"], lambda *_: None)(train_length, length)
+
+
+def _is_number(value) -> bool:
+    # The comparison turns down nan, inf and whole numbers too large for a float; type() turns down True.
+    return type(value) in (int, float) and 0 < value <= sys.float_info.max
+
+
+def _check_value(name: str, key: str, value, default, planes: int):
+    """The value with its numbers as floats. Raises ValueError."""
+    if default is inspect.Parameter.empty:
+        need = f"a list of {planes} finite numbers above 0, one a plane"
+        if value is default:
+            raise ValueError(f"scaling.{key} is missing: {name} needs {need} (1 leaves a plane as it is)")
+        if type(value) not in (list, tuple) or len(value) != planes or not all(map(_is_number, value)):
+            found = f" (found {len(value)})" if type(value) in (list, tuple) else ""
+            raise ValueError(f"scaling.{key}={value!r}: must be {need}{found} (1 leaves a plane as it is)")
+        return [float(number) for number in value]
+    if value is None and default is None:
+        return None
+    if not _is_number(value) or (key == "factor" and value < 1):
+        allowed = "of at least 1 (1 is plain RoPE)" if key == "factor" else "above 0"
+        way_out = "null, which derives it" if default is None else f"the default, {default}"
+        raise ValueError(f"scaling.{key}={value!r}: must be a finite number {allowed}; or use {way_out}")
+    return float(value)
+
+
+def complete_scaling(scaling: dict, planes: int) -> dict:
+    """The scaling's name and all of its keys, defaults filled in. Raises ValueError, naming what is allowed.
+
+    planes: half of the rotary width, the length of keys that hold one number a plane.
+    """
+    if not isinstance(scaling, dict) or "name" not in scaling:
+        raise ValueError(f"scaling={scaling!r}: must be a mapping with a name out of {', '.join(SCALINGS)}")
+    name = scaling["name"]
+    if not isinstance(name, str) or name not in SCALINGS:
+        raise ValueError(f"scaling={name!r}: known scalings are {', '.join(SCALINGS)}; none is plain RoPE")
+    parameters = inspect.signature(SCALINGS[name]).parameters.values()
+    known = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
+    for key in scaling:
+        if key != "name" and key not in known:
+            raise ValueError(f"scaling.{key}: {name} has no such key; it knows {', '.join(known)}")
+    done = {key: _check_value(name, key, scaling.get(key, default), default, planes) for key, default in known.items()}
+    for lower, upper in (("beta_slow", "beta_fast"), ("low", "high")):
+        if lower in done and done[lower] >= done[upper]:
+            raise ValueError(
+                f"scaling.{upper}={done[upper]}: must be above scaling.{lower}={done[lower]}; "
+                f"the defaults are {known[upper]} and {known[lower]}"
+            )
+    return {"name": name, **done}
