@@ -177,7 +177,8 @@ def _score(
     losses, n_bytes = [], 0
     for size in np.unique(spans[:, 1])[::-1]:  # the last window of a text may be shorter: a batch of its own
         same = spans[spans[:, 1] == size]
-        for batch in np.array_split(same, math.ceil(len(same) * int(size) / batch_tokens)):
+        per_batch = max(1, batch_tokens // int(size))
+        for batch in (same[i : i + per_batch] for i in range(0, len(same), per_batch)):
             ids = torch.from_numpy(tokens[batch[:, :1] + np.arange(size + 1)].astype(np.int64))  # (windows, size + 1)
             model.check_tokens(ids)
             targets = ids[:, 1:].clone()

@@ -310,7 +310,7 @@ class Trainer:
                 path.touch(exist_ok=False)
             except FileExistsError as error:
                 raise ValueError(
-                    f"{self.folder}: holds a run already; resume={self.folder} goes on with it, or choose another folder"
+                    f"{self.folder}: holds a run already; resume= goes on with it, or choose another folder"
                 ) from error
         write_text(path, OmegaConf.to_yaml(OmegaConf.create(plain)))
         return plain

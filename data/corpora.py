@@ -9,6 +9,7 @@ import re
 import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -84,12 +85,13 @@ def _stdlib_files() -> list[Path]:
 
 
 def _user_files(path: Any) -> list[Path]:
-    patterns = [path] if isinstance(path, str) else list(path)
     files: list[Path] = []
-    for pattern in patterns:
+    for pattern in [path] if isinstance(path, str | Path) else list(path):
         pattern = str(Path(str(pattern)).expanduser())
+        if Path(pattern).is_dir():
+            raise ValueError(f"data.path={pattern!r}: is a folder; say which files, e.g. '{pattern}/*.txt'")
         found = [pattern] if Path(pattern).exists() else sorted(glob.glob(pattern, recursive=True))
-        found = [Path(name).resolve() for name in found if Path(name).is_file()]
+        found = [Path(name).absolute() for name in found if Path(name).is_file()]
         if not found:
             raise ValueError(f"data.path={pattern!r}: no such file, and no file matches it")
         files += [name for name in found if name not in files]
@@ -99,32 +101,30 @@ def _user_files(path: Any) -> list[Path]:
     return files
 
 
-# datasets' reader for a file, by its ending, and its options
-READERS = {
-    ".txt": ("text", {"sample_by": "document"}),
-    ".py": ("text", {"sample_by": "document"}),
-    ".jsonl": ("json", {}),
-    ".parquet": ("parquet", {}),
-}
+# datasets' reader for a file, by its ending
+READERS = {".txt": "text", ".py": "text", ".jsonl": "json", ".parquet": "parquet"}
 
 
 def _read_files(files: list[Path], column: str) -> Iterator[tuple[None, str]]:
+    """In the order given. Text files are read as whole documents; of the others each may have columns of its own."""
+    for reader, group in groupby(files, key=lambda file: READERS[file.suffix]):
+        if reader == "text":
+            yield from ((None, row["text"]) for row in _rows(reader, list(group), sample_by="document"))
+        else:
+            yield from ((None, _text(row, column, str(file))) for file in group for row in _rows(reader, [file]))
+
+
+def _rows(reader: str, files: list[Path], **options: Any) -> Iterator[dict]:
     import datasets
 
-    for suffix in sorted({file.suffix for file in files}):
-        same = [file for file in files if file.suffix == suffix]
-        builder, options = READERS[suffix]
-        if builder == "text":
-            column = "text"
-        try:
-            rows = datasets.load_dataset(  # streaming: reads the files as they are, and keeps no copy of them
-                builder, data_files=[glob.escape(str(file)) for file in same], split="train", streaming=True, **options
-            )
-            yield from ((None, _text(row, column, f"data.path ({suffix} files)")) for row in rows)
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{_not_utf8(same)}: is not UTF-8 text ({error.reason}); convert it first") from error
-        except (OSError, datasets.exceptions.DatasetsError) as error:
-            raise ValueError(f"data.path: could not read the {suffix} files ({error})") from error
+    datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False  # a user's own files are nothing to report to the hub
+    try:
+        names = [glob.escape(str(file)) for file in files]
+        yield from datasets.load_dataset(reader, data_files=names, split="train", streaming=True, **options)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"data.path: {_not_utf8(files)} is not UTF-8 text ({error.reason}); convert it") from error
+    except Exception as error:  # datasets and pyarrow raise whatever the damage happens to trigger
+        raise ValueError(f"data.path: could not read {', '.join(map(str, files[:3]))} ({error})") from error
 
 
 def _not_utf8(files: list[Path]) -> Path | None:

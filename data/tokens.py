@@ -81,7 +81,7 @@ def open_tokens(folder: Path, tokenizer: Tokenizer) -> TokenFiles:
         meta = json.loads((folder / "tokens.json").read_text(encoding="utf-8"))
         dtype = np.dtype(meta["dtype"])
         found = (meta["tokenizer"], meta["vocab_size"])
-        counts = {split: (meta["tokens"][split], meta["documents"][split]) for split in SPLITS}
+        counts = {split: (int(meta["tokens"][split]), int(meta["documents"][split])) for split in SPLITS}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{folder / 'tokens.json'}: cannot be read ({error!r}); {again}") from error
     if found != (tokenizer.name, tokenizer.vocab_size):
@@ -96,6 +96,9 @@ def open_tokens(folder: Path, tokenizer: Tokenizer) -> TokenFiles:
             if size != count * kind.itemsize or count == 0:
                 raise ValueError(f"{path}: has {size} bytes instead of {count * kind.itemsize}; {again}")
             arrays[name] = np.memmap(path, dtype=kind, mode="r")
+        offsets = arrays[f"{split}.offsets"]
+        if offsets[0] != 0 or offsets[-1] != tokens:
+            raise ValueError(f"{folder / f'{split}.offsets'}: does not fit {split}.bin; {again}")
     return TokenFiles(
         folder, meta, arrays["train.bin"], arrays["val.bin"], arrays["train.offsets"], arrays["val.offsets"]
     )

@@ -5,6 +5,7 @@ import os
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_DATASETS_OFFLINE"] = "1"
 os.environ["NETRC"] = os.devnull
+os.environ["OMP_NUM_THREADS"] = "1"  # tiny models: threads that wait for each other cost more than they bring
 for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_IDENTITY_TOKEN_FILE"):
     os.environ.pop(name, None)
 

@@ -62,12 +62,12 @@ def test_an_epoch_visits_every_window_once(size, length, batch_size):
 
 
 def test_epochs_differ_in_order_and_offset():
-    size, length, windows = 1004, 10, 100  # slack for 4 offsets
-    drawn = starts(np.arange(size), length, windows, seed=0, steps=range(20))
-    epochs = [drawn[i * windows : (i + 1) * windows] for i in range(20)]
-    assert {min(epoch) for epoch in epochs} == {0, 1, 2, 3}  # 20 fair draws miss one of 4 once in 79 tries
+    windows, length, count = 100, 10, 40
+    drawn = starts(np.arange(1004), length, windows, seed=0, steps=range(count))  # four places to begin at
+    epochs = [drawn[i * windows : (i + 1) * windows] for i in range(count)]
+    assert {min(epoch) for epoch in epochs} == {0, 1, 2, 3}
     orders = {tuple(start // length for start in epoch) for epoch in epochs}
-    assert len(orders) == 20
+    assert len(orders) == count
     assert all(epoch != sorted(epoch) for epoch in epochs)
 
 

@@ -71,7 +71,7 @@ def transformers_scale(scaling, width, base, train_length, length, rope_type=Non
 
 
 @pytest.mark.parametrize("factor", [1.0, 2.0, 3.3, 32.0])
-@pytest.mark.parametrize(("base", "train_length"), [(10000.0, 64), (10000.0, 1024), (500000.0, 8192), (100.0, 4096)])
+@pytest.mark.parametrize(("base", "train_length"), [(10000.0, 64), (10000.0, 1024), (500000.0, 8192), (10.0, 1024)])
 @pytest.mark.parametrize("width", [8, 32, 64, 128])
 @pytest.mark.parametrize(
     "keys",
@@ -132,28 +132,34 @@ def test_ntk_base_by_hand():
     close(found, [base ** (-i / 32) for i in range(32)])
 
 
-@pytest.mark.parametrize("factor", [None, 1.0, 3.7, 1e6])
-def test_dynamic_is_plain_up_to_the_training_length_and_ntk_past_it(factor):
+@pytest.mark.parametrize("train_length", [T, 49])  # 1.34 · 49 / 49 - 0.34 is not 1 in float64
+@pytest.mark.parametrize("factor", [None, 1.0, 1.34, 1e6])
+def test_dynamic_is_plain_up_to_the_training_length_and_ntk_past_it(factor, train_length):
     scaling = {"name": "dynamic", "factor": factor}
-    for length in (1, T - 1, T):
-        assert same(scale(scaling, plain(32), length=length), (plain(32), 1.0))
-    found, attention_scale = scale(scaling, plain(32), length=2 * T)
+    for length in (1, train_length - 1, train_length):
+        assert same(scale(scaling, plain(32), train_length, length), (plain(32), 1.0))
+    found, attention_scale = scale(scaling, plain(32), train_length, 2 * train_length)
     s = factor or 1.0
     base = 10000 * (s * 2 - (s - 1)) ** (64 / 62)
     close(found, [base ** (-i / 32) for i in range(32)])
     assert attention_scale == 1.0
 
 
-# Where each plane's turns within the training length reach 32 and 1 (also 8 and 2) for 32 planes of base 10000:
-# first is the last plane with at least beta_fast turns (0 where none has them), last the first with fewer than
-# beta_slow. Worked out here from the turns of every plane, plane by plane.
+# first: the last plane with at least beta_fast turns within the training length (0 where none has them); last: the
+# first with fewer than beta_slow. Found here by counting the turns of every plane, of 32 with base 10000 and of 32
+# more that would follow.
 @pytest.mark.parametrize(
     ("train_length", "beta_fast", "beta_slow", "first", "last"),
-    [(4096, 32.0, 1.0, 10, 23), (1024, 32.0, 1.0, 5, 18), (256, 32.0, 1.0, 0, 13), (64, 32.0, 1.0, 0, 9)]
-    + [(4096, 8.0, 2.0, 15, 21), (300000, 32.0, 1.0, 25, 38)],
+    [
+        (4096, 32.0, 1.0, 10, 23),
+        (4096, 8.0, 2.0, 15, 21),
+        (256, 32.0, 1.0, 0, 13),
+        (64, 32.0, 1.0, 0, 9),  # even the fastest plane turns only 10 times
+        (300000, 32.0, 1.0, 25, 38),  # the ramp ends past the last plane, so no plane is interpolated in full
+    ],
 )
 def test_yarn_ramp(train_length, beta_fast, beta_slow, first, last):
-    turns = [train_length * 10000 ** (-i / 32) / (2 * math.pi) for i in range(64)]  # as if there were 64 planes
+    turns = [train_length * 10000 ** (-i / 32) / (2 * math.pi) for i in range(64)]
     assert first == max([i for i in range(64) if turns[i] >= beta_fast], default=0)
     assert last == min(i for i in range(64) if turns[i] < beta_slow)
     keys = {"factor": 4.0, "beta_fast": beta_fast, "beta_slow": beta_slow}
@@ -184,12 +190,14 @@ def test_yarn_attention_scale():
 
 
 def test_longrope_switches_after_the_training_length():
-    short, long = [1 + i / 8 for i in range(32)], [2 + i for i in range(32)]
+    short, long = [1 + i / 10 for i in range(32)], [2 + i for i in range(32)]
     scaling = {"name": "longrope", "factor": 4.0, "short": short, "long": long}
     for length, divisors in ((1, short), (T, short), (T + 1, long), (4 * T, long)):
         found, attention_scale = scale(scaling, plain(32), length=length)
         close(found, [10000 ** (-i / 32) / divisor for i, divisor in enumerate(divisors)])
         assert attention_scale == pytest.approx(math.sqrt(1.25), rel=1e-12)  # ln 4 / ln 256 = 1/4
+    ones = {"name": "longrope", "factor": 1.0, "short": [1.0] * 32, "long": [1.0] * 32}
+    assert same(scale(ones, plain(32), length=3 * T), (plain(32), 1.0))
     assert scale({**scaling, "factor": None}, plain(32), length=T)[1] == 1.0
     assert scale({**scaling, "factor": None}, plain(32), length=16 * T)[1] == pytest.approx(math.sqrt(1.5), rel=1e-12)
 

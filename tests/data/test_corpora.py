@@ -1,0 +1,379 @@
+"""Corpora, against files read by plain Python and a hand-written WikiText."""
+
+import json
+import os
+import platform
+import socket
+import sysconfig
+from pathlib import Path
+
+import datasets
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from data import DataConfig
+from data.corpora import _articles, describe, documents, identity
+
+
+@pytest.fixture(autouse=True)
+def _datasets_stays_here(monkeypatch, tmp_path):
+    # otherwise `datasets` leaves lock files in the home directory and asks the network to count each use
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "datasets"))
+    monkeypatch.setattr(datasets.config, "HF_UPDATE_DOWNLOAD_COUNTS", False)
+
+
+def files(path, **settings):
+    return DataConfig("mine", "files", path, **settings)
+
+
+def texts(config):
+    return [text for _, text in documents(config)]
+
+
+def write(path, content):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content if isinstance(content, bytes) else content.encode("utf-8"))
+    return str(path)
+
+
+def jsonl(path, *rows):
+    return write(path, "".join(json.dumps(row) + "\n" for row in rows))
+
+
+def parquet(path, **columns):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pyarrow.parquet.write_table(pyarrow.table(columns), path)
+    return str(path)
+
+
+def test_stdlib_is_the_standard_library_in_order():
+    root = Path(sysconfig.get_paths()["stdlib"])
+    expected = {}
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = set(subfolders) - {"test", "tests", "idle_test", "site-packages", "dist-packages"}
+        for name in names:
+            if name.endswith(".py"):
+                path = Path(folder, name)
+                expected[path.relative_to(root).as_posix()] = path.read_text(encoding="utf-8")
+    assert len(expected) > 300  # CPython has some 700
+    assert {"os.py", "json/decoder.py", "asyncio/tasks.py"} <= set(expected)
+
+    found = list(documents(DataConfig("stdlib", "stdlib")))
+    assert {split for split, _ in found} == {None}
+    assert [text for _, text in found] == [expected[name] for name in sorted(expected)]
+
+
+def test_stdlib_without_a_source_says_what_to_use_instead(monkeypatch, tmp_path):
+    # tests, other people's packages and caches alone are no standard library
+    for folder in ("test", "json/tests", "site-packages/numpy", "dist-packages", "__pycache__"):
+        write(tmp_path / "lib" / folder / "a.py", "pass")
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path / "lib")})
+    with pytest.raises(ValueError, match="data=files"):
+        list(documents(DataConfig("stdlib", "stdlib")))
+
+
+def test_stdlib_leaves_out_only_folders_of_these_names(monkeypatch, tmp_path):
+    root = tmp_path / "tests" / "lib"  # where Python itself is installed does not matter
+    for name in ("test.py", "unittest/case.py", "unittest/tests/case.py", "tests/a.py", "latest/a.py", "a.txt", "B.py"):
+        write(root / name, name)
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(root)})
+    assert texts(DataConfig("stdlib", "stdlib")) == ["B.py", "latest/a.py", "test.py", "unittest/case.py"]
+
+
+def test_stdlib_is_described_with_its_version():
+    assert platform.python_version() in describe(DataConfig("stdlib", "stdlib"))
+
+
+@pytest.mark.parametrize("text", ["one line", "two\nlines\n\n  and more\n\n", "naïve 漢字 \U0001f4bb", " ", ""])
+def test_a_txt_file_is_one_document(tmp_path, text):
+    assert list(documents(files(write(tmp_path / "a.txt", text)))) == [(None, text)]
+
+
+def test_only_line_feeds_are_made_of_other_line_ends(tmp_path):
+    text = "a\r\nb\rc\x0bd\x0ce\x1cf\x85g\u2028h\x00i"
+    path = write(tmp_path / "a.txt", text)
+    assert texts(files(path)) == ["a\nb\nc\x0bd\x0ce\x1cf\x85g\u2028h\x00i"] == [Path(path).read_text(encoding="utf-8")]
+
+
+def test_a_row_of_jsonl_is_one_document(tmp_path):
+    path = jsonl(tmp_path / "a.jsonl", {"text": "one", "n": 1}, {"text": "two\nlines ", "n": 2}, {"text": "漢", "n": 3})
+    assert list(documents(files(path))) == [(None, "one"), (None, "two\nlines "), (None, "漢")]
+
+
+def test_a_row_of_parquet_is_one_document(tmp_path):
+    path = parquet(tmp_path / "a.parquet", text=["one", "two\r\nlines ", "漢"], n=[1, 2, 3])
+    assert list(documents(files(path))) == [(None, "one"), (None, "two\r\nlines "), (None, "漢")]
+
+
+def test_text_in_another_column(tmp_path):
+    rows = jsonl(tmp_path / "a.jsonl", {"text": "no", "body": "one"}, {"text": "no", "body": "two"})
+    table = parquet(tmp_path / "a.parquet", body=["three"])
+    text = write(tmp_path / "a.txt", "four")  # has no columns, so none can be missing
+    assert texts(files([rows, table, text], column="body")) == ["one", "two", "three", "four"]
+
+
+def test_a_glob_is_read_in_the_order_of_names(tmp_path):
+    for name in ("b", "a", "c/d", "10", "9"):
+        write(tmp_path / f"{name}.txt", name)
+    write(tmp_path / "a.md", "no")
+    assert texts(files(str(tmp_path / "*.txt"))) == ["10", "9", "a", "b"]
+    assert texts(files(str(tmp_path / "**/*.txt"))) == ["10", "9", "a", "b", "c/d"]
+    assert texts(files(str(tmp_path / "[ab].txt"))) == ["a", "b"]
+
+
+def test_a_list_is_read_in_its_order_and_each_file_once(tmp_path):
+    names = [write(tmp_path / f"{name}.txt", name) for name in "bca"]
+    assert texts(files(names)) == ["b", "c", "a"]
+    assert texts(files([names[1], str(tmp_path / "*.txt"), names[0]])) == ["c", "a", "b"]
+
+
+def test_a_list_of_several_kinds(tmp_path):
+    text = write(tmp_path / "a.txt", "txt")
+    rows = jsonl(tmp_path / "a.jsonl", {"text": "jsonl"})
+    table = parquet(tmp_path / "a.parquet", text=["parquet"])
+    assert sorted(texts(files([text, rows, table]))) == ["jsonl", "parquet", "txt"]
+    assert texts(files([text, rows, table])) == texts(files([table, text, rows]))  # kind by kind
+
+
+@pytest.mark.parametrize(
+    "name", ["a b", "a=b", "ünï 漢", "a{b,c}", "a#b", "a%20b", "a,b", "a'b\"c", "$HOME", ".hid", "__a__"]
+)
+def test_names_of_all_kinds(tmp_path, name):
+    folder = tmp_path / name
+    rows = jsonl(folder / f"{name}.jsonl", {"text": "rows"})
+    table = parquet(folder / f"{name}.parquet", text=["table"])
+    text = write(folder / f"{name}.txt", "text")
+    assert texts(files([rows, table, text])) == ["rows", "table", "text"]
+
+
+@pytest.mark.parametrize(("name", "decoy"), [("a[1]", "a1"), ("[!a]", "b"), ("st*r", "star"), ("what?", "whats")])
+def test_the_name_of_a_file_is_no_pattern(tmp_path, name, decoy):
+    write(tmp_path / decoy / f"{decoy}.txt", "another")
+    path = write(tmp_path / name / f"{name}.txt", "this")
+    assert texts(files(path)) == ["this"]
+
+
+def test_files_need_no_network(monkeypatch, tmp_path):
+    def refuse(*args, **kwargs):
+        raise socket.gaierror("no network")
+
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    monkeypatch.setattr(datasets.config, "HF_UPDATE_DOWNLOAD_COUNTS", True)  # what a user has
+    rows = jsonl(tmp_path / "a.jsonl", {"text": "rows"})
+    table = parquet(tmp_path / "a.parquet", text=["table"])
+    text = write(tmp_path / "a.txt", "text")
+    assert texts(files([rows, table, text])) == ["rows", "table", "text"]
+
+
+def test_the_home_directory_is_understood(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("USERPROFILE", str(tmp_path))
+    write(tmp_path / "books" / "a.txt", "at home")
+    assert texts(files("~/books/*.txt")) == texts(files("~/books/a.txt")) == ["at home"]
+
+
+@pytest.mark.parametrize("name", ["none.txt", "*.txt", "folder"])
+def test_a_missing_file_is_named(tmp_path, name):
+    there = jsonl(tmp_path / "a.jsonl", {"text": "one"})
+    (tmp_path / "folder").mkdir()
+    for path in (str(tmp_path / name), [there, str(tmp_path / name)]):
+        with pytest.raises(ValueError, match="no such file|is a folder") as raised:
+            texts(files(path))
+        assert str(tmp_path / name) in str(raised.value)
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.TXT", "a", "a.txt.gz"])
+def test_an_unknown_ending_lists_the_known(tmp_path, name):
+    path = write(tmp_path / name, "one")
+    with pytest.raises(ValueError, match=r"\.txt.*\.jsonl.*\.parquet") as raised:
+        texts(files(path))
+    assert path in str(raised.value)
+
+
+def test_a_missing_column_lists_what_is_there(tmp_path):
+    rows = jsonl(tmp_path / "a.jsonl", {"body": "one", "n": 1})
+    table = parquet(tmp_path / "a.parquet", body=["one"], n=[1])
+    for path in (rows, table):
+        with pytest.raises(ValueError, match=r"data\.column='text'.*body, n"):
+            texts(files(path))
+
+
+@pytest.mark.parametrize("values", [[1, 2], ["a", None], [["a"], ["b"]], [{"a": "b"}]])
+def test_a_column_without_text(tmp_path, values):
+    rows = jsonl(tmp_path / "a.jsonl", *({"text": value} for value in values))
+    table = parquet(tmp_path / "a.parquet", text=values)
+    for path in (rows, table):
+        with pytest.raises(ValueError, match=r"data\.column='text'.*not text"):
+            texts(files(path))
+
+
+def test_a_row_without_the_column(tmp_path):
+    with pytest.raises(ValueError, match=r"data\.column='text'"):
+        texts(files(jsonl(tmp_path / "a.jsonl", {"text": "a"}, {"other": "b"})))
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("bad.txt", "café".encode("latin-1")),
+        ("bad.txt", "text".encode("utf-16")),
+        ("bad.txt", b"a" * 100_000 + b"\xff"),
+        ("bad.jsonl", b'{"text": "fine"}\n{"text": "caf\xe9 au lait"}\n'),
+    ],
+    ids=["latin-1", "utf-16", "late", "jsonl"],
+)
+def test_invalid_utf8_names_the_file(tmp_path, name, content):
+    good = tmp_path / f"good{Path(name).suffix}"
+    write(good, '{"text": "good"}')
+    bad = write(tmp_path / name, content)
+    with pytest.raises(ValueError, match="UTF-8") as raised:
+        texts(files([str(good), bad]))
+    assert bad in str(raised.value)
+    assert str(good) not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("empty.jsonl", b""),
+        ("cut.jsonl", b'{"text": "one"}\n{"text": "tw'),
+        ("no.jsonl", b"not JSON at all\n"),
+        ("cut.parquet", b"PAR1PAR1"),
+    ],
+    ids=["empty", "cut short", "no JSON", "parquet"],
+)
+def test_a_broken_file_is_named(tmp_path, name, content):
+    path = write(tmp_path / name, content)
+    with pytest.raises(ValueError, match=r"data\.path") as raised:
+        texts(files(path))
+    assert name in str(raised.value)
+
+
+def test_identity_follows_the_files(tmp_path):
+    path = tmp_path / "a.jsonl"
+    jsonl(path, {"text": "one", "body": "two"})
+    one = identity(files(str(path)))
+    assert one == identity(files([str(path)])) == identity(files(str(tmp_path / "*.jsonl")))
+    os.utime(path, ns=(0, 12345))  # written again, with as many bytes
+    touched = identity(files(str(path)))
+    write(tmp_path / "b.jsonl", path.read_bytes())
+    more = identity(files(str(tmp_path / "*.jsonl")))
+    column = identity(files(str(path), column="body"))
+    assert len({repr(found) for found in (one, touched, more, column)}) == 4
+
+
+class Hub:
+    """Stands in for `datasets.load_dataset`: splits of rows, and a record of what was asked for."""
+
+    def __init__(self, **splits):
+        self.splits = splits
+        self.asked = []
+
+    def __call__(self, path, name=None, *, split, revision=None):
+        self.asked.append((path, name, split, revision))
+        return self.splits[split]
+
+
+def hub_rows(*texts, column="text"):
+    return [{column: text, "id": i} for i, text in enumerate(texts)]
+
+
+def test_a_hub_data_set_without_a_validation_split(monkeypatch):
+    hub = Hub(all=hub_rows("one", "two", column="body"))
+    monkeypatch.setattr(datasets, "load_dataset", hub)
+    config = DataConfig("h", "hub", "o/h", subset="s", revision="r1", column="body", train_split="all")
+    assert list(documents(config)) == [(None, "one"), (None, "two")]
+    assert hub.asked == [("o/h", "s", "all", "r1")]
+
+
+def test_the_publishers_splits_are_kept(monkeypatch):
+    hub = Hub(train=hub_rows("one", "two"), validation=hub_rows("three"), test=hub_rows("no"))
+    monkeypatch.setattr(datasets, "load_dataset", hub)
+    config = DataConfig("h", "hub", "o/h", val_split="validation")
+    assert list(documents(config)) == [("train", "one"), ("train", "two"), ("val", "three")]
+
+
+def test_articles_of_a_hub_data_set(monkeypatch):
+    lines = ["", " = A = \n", " text\n", " = B = \n", " more\n"]
+    monkeypatch.setattr(datasets, "load_dataset", Hub(train=hub_rows(*lines), validation=hub_rows(*lines[3:])))
+    config = DataConfig("h", "hub", "o/h", articles=True, val_split="validation")
+    found = [(split, text) for split, text in documents(config) if text.strip()]
+    assert found == [("train", " = A = \n text\n"), ("train", " = B = \n more\n"), ("val", " = B = \n more\n")]
+
+
+def test_a_hub_data_set_with_another_column_names_it(monkeypatch):
+    monkeypatch.setattr(datasets, "load_dataset", Hub(train=hub_rows("one", column="content")))
+    with pytest.raises(ValueError, match=r"data\.column='text': o/h has the columns content, id"):
+        texts(DataConfig("h", "hub", "o/h"))
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ConnectionError("no route"),
+        datasets.exceptions.DatasetNotFoundError("doesn't exist on the Hub"),
+        ValueError("Unknown split"),
+        RuntimeError("Dataset scripts are no longer supported"),
+    ],
+)
+def test_an_unreachable_hub_data_set(monkeypatch, error):
+    def refuse(*args, **kwargs):
+        raise error
+
+    monkeypatch.setattr(datasets, "load_dataset", refuse)
+    with pytest.raises(ValueError, match="stdlib and files need no network") as raised:
+        texts(DataConfig("mine", "hub", "owner/set"))
+    for part in ("data=mine", "owner/set", str(error)):
+        assert part in str(raised.value)
+
+
+def test_articles_begin_at_titles_and_not_at_sections():
+    first = [
+        " = Valkyria Chronicles III = \n",
+        "",
+        " Senjō no Valkyria 3 is a game . \n",
+        " = = Gameplay = = \n",
+        "",
+        " a = b = c \n",
+        " = = = Missions = = = \n",
+        " = = = = Deeper = = = = \n",
+        " and its text . \n",
+    ]
+    second = [" = A = \n", " one letter \n"]
+    third = [" = E = mc2 = \n", " = = B = = \n", " x = \n", " = y \n"]
+    found = list(_articles(iter(first + second + third)))
+    assert found == ["".join(first), "".join(second), "".join(third)]
+
+
+def test_lines_before_the_first_title_are_kept():
+    assert list(_articles(["before\n", " = A = \n", " a\n"])) == ["before\n", " = A = \n a\n"]
+    assert list(_articles([" no title\n", " at all\n"])) == [" no title\n at all\n"]
+    assert list(_articles([])) == []
+
+
+def test_a_title_may_come_without_a_line_feed():
+    assert list(_articles([" = A = ", " a", " = B = ", " b"])) == [" = A =  a", " = B =  b"]
+
+
+def test_an_unknown_kind_lists_the_known():
+    with pytest.raises(ValueError, match=r"data\.kind='web'.*stdlib, files, hub"):
+        DataConfig("mine", "web", "x")
+
+
+@pytest.mark.parametrize("kind", ["files", "hub"])
+@pytest.mark.parametrize("path", [None, "", []])
+def test_a_missing_path(kind, path):
+    with pytest.raises(ValueError, match=r"data\.path is missing"):
+        DataConfig("mine", kind, path)
+
+
+@pytest.mark.parametrize("fraction", [0, 1, -0.1, 1.5, 0.0, 1.0, float("nan")])
+def test_a_fraction_that_splits_nothing(fraction):
+    with pytest.raises(ValueError, match=r"data\.val_fraction=.*above 0 and below 1"):
+        DataConfig("stdlib", "stdlib", val_fraction=fraction)
+
+
+@pytest.mark.parametrize("fraction", [1e-9, 0.5, 1 - 1e-9])
+def test_a_fraction_that_splits(fraction):
+    assert DataConfig("stdlib", "stdlib", val_fraction=fraction).val_fraction == fraction

@@ -1,0 +1,495 @@
+"""Token files, against documents joined by plain Python and files read by `struct`."""
+
+import json
+import os
+import random
+import shutil
+import struct
+import subprocess
+import sys
+from itertools import chain, pairwise
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pytest
+
+import data.tokens
+from data import DataConfig, get_tokenizer, prepare
+from data.tokens import smallest_dtype
+
+BYTES = get_tokenizer("bytes")
+
+
+@pytest.fixture(autouse=True)
+def _datasets_stays_here(monkeypatch, tmp_path):
+    # otherwise `datasets` leaves lock files in the home directory and asks the network to count each use
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "datasets"))
+    monkeypatch.setattr(datasets.config, "HF_UPDATE_DOWNLOAD_COUNTS", False)
+
+
+class Letters:
+    """A tokenizer of one id a character, with a vocabulary of any size; its last id ends a document."""
+
+    def __init__(self, vocab_size):
+        self.name = f"letters{vocab_size}"
+        self.vocab_size = vocab_size
+        self.end_of_document = vocab_size - 1
+
+    def encode(self, texts):
+        return [[ord(character) % (self.vocab_size - 1) for character in text] for text in texts]
+
+
+class Hooked:
+    """The bytes, and something that happens in the middle: in the call that `encode` gets when some text is written."""
+
+    name, vocab_size, end_of_document = BYTES.name, BYTES.vocab_size, BYTES.end_of_document
+
+    def __init__(self, hook):
+        self.hook = hook
+        self.calls = 0
+
+    def encode(self, texts):
+        self.calls += 1
+        if self.calls == 2:
+            self.hook()
+        return BYTES.encode(texts)
+
+
+def raising(error):
+    def stop(*args, **kwargs):
+        raise error
+
+    return stop
+
+
+def silent(message):
+    pass
+
+
+def some_documents(count, seed=0):
+    """Different texts of 1 to 60 characters, in no order."""
+    rng = random.Random(seed)
+    letters = "abc xyz\n=<|endoftext|>ü漢\U0001f4bb"
+    return [f"{i}:" + "".join(rng.choices(letters, k=rng.randrange(58))) for i in rng.sample(range(count), count)]
+
+
+def give(monkeypatch, documents):
+    """Make these the corpus: texts, or pairs of a split and a text."""
+    pairs = [item if isinstance(item, tuple) else (None, item) for item in documents]
+    monkeypatch.setattr(data.tokens, "documents", lambda config: iter(pairs))
+
+
+def forbid_reading(monkeypatch):
+    monkeypatch.setattr(data.tokens, "documents", raising(AssertionError("the corpus was read again")))
+
+
+def toy(tmp_path, **settings):
+    return DataConfig("toy", "hub", "owner/toy", cache=str(tmp_path / "cache"), **settings)
+
+
+def read(path, code):
+    """A file of little-endian numbers."""
+    raw = path.read_bytes()
+    return list(struct.unpack(f"<{len(raw) // struct.calcsize(code)}{code}", raw))
+
+
+def texts_of(found, split):
+    """The documents of a split of token files of bytes, cut where the offsets say."""
+    ids, offsets = read(found.folder / f"{split}.bin", "H"), read(found.folder / f"{split}.offsets", "q")
+    texts = []
+    for begin, end in pairwise(offsets):
+        *document, last = ids[begin:end]
+        assert last == 256
+        texts.append(bytes(document).decode("utf-8"))
+    return texts
+
+
+def joined(texts):
+    """Ids of bytes and offsets, as they should be."""
+    documents = [[*text.encode("utf-8"), 256] for text in texts]
+    offsets = [sum(map(len, documents[:i])) for i in range(len(documents) + 1)]
+    return list(chain.from_iterable(documents)), offsets
+
+
+@pytest.mark.parametrize(("fraction", "held_out"), [(0.001, 1), (0.05, 15), (0.5, 150), (0.999, 299)])
+def test_files_hold_the_documents_in_order(monkeypatch, tmp_path, fraction, held_out):
+    documents = some_documents(300)  # more than are tokenised at once
+    give(monkeypatch, documents)
+    found = prepare(toy(tmp_path, val_fraction=fraction), BYTES, silent)
+    val = set(texts_of(found, "val"))
+    assert len(val) == held_out
+    expected = {
+        "train": joined([text for text in documents if text not in val]),
+        "val": joined([text for text in documents if text in val]),
+    }
+    for split, (ids, offsets) in expected.items():
+        assert read(found.folder / f"{split}.bin", "H") == ids
+        assert read(found.folder / f"{split}.offsets", "q") == offsets
+        assert getattr(found, split).tolist() == ids
+        assert getattr(found, f"{split}_offsets").tolist() == offsets
+
+
+def test_description(monkeypatch, tmp_path):
+    give(monkeypatch, some_documents(30))
+    config = toy(tmp_path)
+    found = prepare(config, BYTES, silent)
+    meta = json.loads((found.folder / "tokens.json").read_text(encoding="utf-8"))
+    assert meta == found.meta
+    assert (meta["tokenizer"], meta["vocab_size"], meta["dtype"]) == ("bytes", 257, "uint16")
+    assert meta["tokens"] == {"train": len(found.train), "val": len(found.val)}
+    assert meta["documents"] == {"train": len(found.train_offsets) - 1, "val": len(found.val_offsets) - 1}
+    assert meta["data"]["path"] == "owner/toy"
+    assert meta["data"]["val_fraction"] == 0.05
+    assert {path.name for path in found.folder.iterdir()} == {
+        "tokens.json", "train.bin", "train.offsets", "val.bin", "val.offsets"
+    }  # fmt: skip
+    assert found.folder.parent == tmp_path / "cache"
+
+
+def test_arrays_cannot_be_written_to(monkeypatch, tmp_path):
+    give(monkeypatch, some_documents(30))
+    found = prepare(toy(tmp_path), BYTES, silent)
+    for array in (found.train, found.val, found.train_offsets, found.val_offsets):
+        with pytest.raises(ValueError, match="read-only"):
+            array[0] = 1
+
+
+def test_files_through_datasets(tmp_path):
+    texts = {"b.txt": "one\n", "a 1.txt": "two ünï", "c.txt": "three\n\n", "d.txt": "\n"}
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    config = DataConfig("my own: texts/", "files", [str(tmp_path / name) for name in texts], cache=str(tmp_path / "c"))
+    found = prepare(config, BYTES, silent)
+    val = texts_of(found, "val")
+    assert len(val) == 1
+    assert texts_of(found, "train") == [text for text in ("one\n", "two ünï", "three\n\n") if text not in val]
+    assert found.folder.parent == tmp_path / "c"  # whatever the characters of its name
+
+
+@pytest.mark.parametrize(
+    ("vocab_size", "name", "code"),
+    [(256, "uint8", "B"), (257, "uint16", "H"), (65536, "uint16", "H"), (65537, "uint32", "I")],
+)
+def test_the_smallest_type_that_holds_the_vocabulary(monkeypatch, tmp_path, vocab_size, name, code):
+    assert smallest_dtype(vocab_size) == np.dtype(name)
+    largest = chr(vocab_size - 2)  # the last id but that of the end of a document
+    give(monkeypatch, [("train", f"a{largest}b"), ("val", largest)])
+    found = prepare(toy(tmp_path), Letters(vocab_size), silent)
+    assert read(found.folder / "train.bin", code) == [97, vocab_size - 2, 98, vocab_size - 1]
+    assert read(found.folder / "val.bin", code) == [vocab_size - 2, vocab_size - 1]
+    assert found.train.dtype == np.dtype(name)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_duplicates_stay_together(monkeypatch, tmp_path, seed):
+    documents = [text for i, text in enumerate(some_documents(40)) for _ in range(1 + i % 4)]
+    random.Random(seed).shuffle(documents)
+    give(monkeypatch, documents)
+    found = prepare(toy(tmp_path, val_fraction=0.4, split_seed=seed), BYTES, silent)
+    train, val = texts_of(found, "train"), texts_of(found, "val")
+    assert len(set(val)) == 16  # of the 40 texts
+    assert not set(train) & set(val)
+    assert sorted(train + val) == sorted(documents)
+
+
+def test_the_held_out_documents_are_drawn(monkeypatch, tmp_path):
+    documents = some_documents(40)
+    give(monkeypatch, documents)
+    drawn = [texts_of(prepare(toy(tmp_path, split_seed=seed), BYTES, silent), "val") for seed in range(15)]
+    assert len(set(chain.from_iterable(drawn))) > 10  # 30 draws from 40: 21 on average, 2 if the seed did nothing
+    # which ones does not depend on where they stand
+    give(monkeypatch, documents[::-1])
+    again = prepare(DataConfig("toy", "hub", "owner/reversed", cache=str(tmp_path / "cache")), BYTES, silent)
+    assert texts_of(again, "val") == drawn[0][::-1]
+
+
+@pytest.mark.parametrize("fraction", [0.01, 0.99])
+def test_both_splits_of_two_documents_hold_one(monkeypatch, tmp_path, fraction):
+    give(monkeypatch, ["one", "two"])
+    found = prepare(toy(tmp_path, val_fraction=fraction), BYTES, silent)
+    assert sorted(texts_of(found, "train") + texts_of(found, "val")) == ["one", "two"]
+    assert len(texts_of(found, "val")) == 1
+
+
+def test_blank_documents_are_dropped(monkeypatch, tmp_path):
+    give(monkeypatch, ["", "one", " ", "\n\t\n", "two ", "\u3000", " three"])
+    found = prepare(toy(tmp_path), BYTES, silent)
+    assert sorted(texts_of(found, "train") + texts_of(found, "val")) == [" three", "one", "two "]
+
+
+@pytest.mark.parametrize("fraction", [0.05, 0.5, 0.9])
+@pytest.mark.parametrize(
+    "text", ["0123456789", "naïve 漢字, \U0001f4bb and so on\n" * 9, "blank at the end" + "\n" * 40]
+)
+def test_the_end_of_a_single_document_is_held_out(monkeypatch, tmp_path, text, fraction):
+    give(monkeypatch, ["", text * 2, "  "])
+    found = prepare(toy(tmp_path, val_fraction=fraction), BYTES, silent)
+    (train,), (val,) = texts_of(found, "train"), texts_of(found, "val")
+    assert train + val == text * 2
+    assert len(val) == pytest.approx(fraction * len(text) * 2, abs=0.5)
+
+
+@pytest.mark.parametrize(
+    ("documents", "message"),
+    [
+        ([], "holds no text at all"),
+        (["", " \n"], "holds no text at all"),
+        (["a"], "too short to hold out"),
+        (["same"] * 5, "5 documents are the same text"),
+        ([("train", "one"), ("train", "two")], "the val split holds no text"),
+        ([("val", "one"), ("train", " ")], "the train split holds no text"),
+    ],
+)
+def test_a_corpus_that_cannot_be_split(monkeypatch, tmp_path, documents, message):
+    give(monkeypatch, documents)
+    with pytest.raises(ValueError, match=rf"data=toy \(owner/toy\).*{message}"):
+        prepare(toy(tmp_path), BYTES, silent)
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_the_publishers_splits_are_kept(monkeypatch, tmp_path):
+    documents = [("train", "one"), ("val", "two"), ("val", " "), ("train", "two"), ("train", "three"), ("val", "four")]
+    give(monkeypatch, documents)
+    found = prepare(toy(tmp_path, val_split="validation", val_fraction=0.9), BYTES, silent)
+    assert texts_of(found, "train") == ["one", "two", "three"]
+    assert texts_of(found, "val") == ["two", "four"]
+
+
+def test_a_second_preparation_does_no_work(monkeypatch, tmp_path):
+    give(monkeypatch, some_documents(30))
+    said = []
+    first = prepare(toy(tmp_path), BYTES, said.append)
+    assert len(said) == 1
+    assert str(first.folder) in said[0]
+    forbid_reading(monkeypatch)
+    second = prepare(toy(tmp_path), get_tokenizer("bytes"), said.append)
+    assert len(said) == 1
+    assert second.folder == first.folder
+    assert second.train.tolist() == first.train.tolist()
+
+
+def test_what_makes_other_files(tmp_path):
+    path = tmp_path / "a.txt"
+    for name in ("b.txt", "c.txt"):
+        (tmp_path / name).write_text(name)
+
+    def prepared(text="an old text", mtime=1, names=("a.txt", "b.txt"), tokenizer=BYTES, **settings):
+        path.write_text(text)
+        os.utime(path, ns=(mtime, mtime))
+        places = [str(tmp_path / name) for name in names]
+        found = prepare(
+            DataConfig("mine", "files", places, cache=str(tmp_path / "cache"), **settings), tokenizer, silent
+        )
+        assert text in "".join(map(chr, [*found.train, *found.val]))
+        return found.folder
+
+    first = prepared()
+    others = [
+        prepared(text="another, longer text"),
+        prepared(text="a newer one", mtime=2),  # as long as the old
+        prepared(names=["a.txt", "b.txt", "c.txt"]),
+        prepared(split_seed=1),
+        prepared(val_fraction=0.3),
+        prepared(tokenizer=Letters(300)),
+    ]
+    assert len({first, *others}) == 7
+    assert prepared() == first
+    assert sorted((tmp_path / "cache").iterdir()) == sorted([first, *others])
+
+
+def test_the_fingerprint_is_of_the_text_and_its_split(monkeypatch, tmp_path):
+    documents = some_documents(60)
+
+    def fingerprint(place, documents, tokenizer=BYTES, **settings):
+        give(monkeypatch, documents)
+        return prepare(toy(tmp_path / place, **settings), tokenizer, silent).fingerprint
+
+    first = fingerprint("a", documents)
+    assert first == fingerprint("b", documents) == fingerprint("a", documents, Letters(70000))
+    assert first == fingerprint("c", [*documents[:7], " \n", *documents[7:]])  # blank documents are none
+    others = [
+        fingerprint("d", documents[:-1]),
+        fingerprint("e", [*documents[:-1], documents[-1] + "."]),
+        fingerprint("f", [*documents, documents[0]]),
+        fingerprint("g", documents[::-1]),
+        fingerprint("a", documents, split_seed=1),
+        fingerprint("a", documents, val_fraction=0.1),
+        fingerprint("h", [("train", text) for text in documents[:-1]] + [("val", documents[-1])]),
+    ]
+    assert len({first, *others}) == 8
+
+
+def damage(folder, name, change):
+    path = folder / name
+    content = path.read_bytes()
+    path.unlink()
+    if (content := change(content)) is not None:
+        path.write_bytes(content)
+    return path
+
+
+def described(**changes):
+    return lambda content: json.dumps({**json.loads(content), **changes}).encode()
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("train.bin", lambda content: content[:-1]),
+        ("train.bin", lambda content: content[:-2]),
+        ("val.bin", lambda content: content + b"\0\0"),
+        ("val.bin", lambda content: b""),
+        ("train.bin", lambda content: None),
+        ("train.offsets", lambda content: None),
+        ("val.offsets", lambda content: None),
+        ("val.offsets", lambda content: content[:-8]),
+        ("tokens.json", lambda content: None),
+        ("tokens.json", lambda content: b""),
+        ("tokens.json", lambda content: content[: len(content) // 2]),
+        ("tokens.json", lambda content: b"\xff\xfe"),
+        ("tokens.json", lambda content: b"[]"),
+        ("tokens.json", lambda content: b"{}"),
+        ("tokens.json", described(dtype="words")),
+        ("tokens.json", described(tokens=None)),
+        ("tokens.json", described(documents={"train": 1})),
+    ],
+)
+def test_a_damaged_file_is_named_and_the_way_out_works(monkeypatch, tmp_path, name, change):
+    give(monkeypatch, some_documents(30))
+    found = prepare(toy(tmp_path), BYTES, silent)
+    expected = found.train.tolist()
+    path = damage(found.folder, name, change)
+    with pytest.raises(ValueError, match="delete") as raised:
+        prepare(toy(tmp_path), BYTES, silent)
+    assert str(path) in str(raised.value)
+    shutil.rmtree(found.folder)
+    assert prepare(toy(tmp_path), BYTES, silent).train.tolist() == expected
+
+
+@pytest.mark.parametrize("changes", [{"tokenizer": "gpt2", "vocab_size": 50257}, {"vocab_size": 258}])
+def test_files_of_another_tokenizer_are_refused(monkeypatch, tmp_path, changes):
+    give(monkeypatch, some_documents(30))
+    found = prepare(toy(tmp_path), BYTES, silent)
+    damage(found.folder, "tokens.json", described(**changes))
+    with pytest.raises(ValueError, match=r"bytes \(257\)") as raised:
+        prepare(toy(tmp_path), BYTES, silent)
+    assert str(found.folder) in str(raised.value)
+    assert str(changes["vocab_size"]) in str(raised.value)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("stop"), KeyboardInterrupt()])
+def test_an_interruption_leaves_nothing(monkeypatch, tmp_path, error):
+    documents = some_documents(600)
+    give(monkeypatch, documents)
+    with pytest.raises(type(error)):
+        prepare(toy(tmp_path), Hooked(raising(error)), silent)
+    assert list((tmp_path / "cache").iterdir()) == []
+    found = prepare(toy(tmp_path), BYTES, silent)
+    assert sorted(texts_of(found, "train") + texts_of(found, "val")) == sorted(documents)
+
+
+def test_a_corpus_that_breaks_off_leaves_nothing(monkeypatch, tmp_path):
+    documents = some_documents(600)
+
+    def broken(config):
+        yield from ((None, text) for text in documents[:400])
+        raise ConnectionError("gone")
+
+    monkeypatch.setattr(data.tokens, "documents", broken)
+    with pytest.raises(ConnectionError, match="gone"):
+        prepare(toy(tmp_path), BYTES, silent)
+    assert list((tmp_path / "cache").iterdir()) == []
+    give(monkeypatch, documents)
+    found = prepare(toy(tmp_path), BYTES, silent)
+    assert sorted(texts_of(found, "train") + texts_of(found, "val")) == sorted(documents)
+
+
+@pytest.mark.parametrize("where", ["in the middle", "before the description", "before the renaming"])
+def test_what_a_killed_process_leaves_is_not_read(monkeypatch, tmp_path, where):
+    class Killed(BaseException):
+        pass
+
+    documents = some_documents(600)
+    give(monkeypatch, documents)
+    kill = raising(Killed())
+    with monkeypatch.context() as dying:
+        dying.setattr(shutil, "rmtree", lambda *args, **kwargs: None)  # who is killed does not clean up
+        if where == "before the description":
+            dying.setattr(Path, "write_text", kill)
+        if where == "before the renaming":
+            dying.setattr(Path, "rename", kill)
+        with pytest.raises(Killed):
+            prepare(toy(tmp_path), Hooked(kill) if where == "in the middle" else BYTES, silent)
+    assert len(list((tmp_path / "cache").iterdir())) == 1  # there is something that could be mistaken
+    found = prepare(toy(tmp_path), BYTES, silent)
+    assert sorted(texts_of(found, "train") + texts_of(found, "val")) == sorted(documents)
+
+
+def test_a_faster_preparation_is_kept(monkeypatch, tmp_path):
+    give(monkeypatch, some_documents(300))
+    faster = []
+    tokenizer = Hooked(lambda: faster.append(prepare(toy(tmp_path), BYTES, silent)))
+    slower = prepare(toy(tmp_path), tokenizer, silent)
+    assert len(faster) == 1
+    assert slower.folder == faster[0].folder
+    assert slower.train.tolist() == faster[0].train.tolist()
+    assert list((tmp_path / "cache").iterdir()) == [slower.folder]
+
+
+def test_a_folder_that_cannot_be_renamed_is_an_error(monkeypatch, tmp_path):
+    give(monkeypatch, some_documents(30))
+    monkeypatch.setattr(Path, "rename", raising(PermissionError("not yours")))
+    with pytest.raises(PermissionError, match="not yours"):
+        prepare(toy(tmp_path), BYTES, silent)
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+PROCESS = """
+import sys
+import data.tokens
+from data import DataConfig, get_tokenizer, prepare
+
+def documents(config):
+    print("reading", flush=True)
+    sys.stdin.readline()  # until the other reads, too
+    yield from ((None, f"document {i}") for i in range(600))
+
+data.tokens.documents = documents
+config = DataConfig("toy", "hub", "owner/toy", cache=sys.argv[1])
+print(prepare(config, get_tokenizer("bytes"), lambda message: None).fingerprint)
+"""
+
+
+def test_two_processes_at_once(monkeypatch, tmp_path):
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROCESS, str(tmp_path / "cache")],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=Path(data.__file__).parents[1],
+            env={**os.environ, "PYTHONHASHSEED": seed},  # of which the split must not depend
+        )
+        for seed in ("1", "2")
+    ]
+    try:
+        assert [process.stdout.readline() for process in processes] == ["reading\n"] * 2
+        for process in processes:
+            process.stdin.write("go\n")
+            process.stdin.flush()
+        said = [process.communicate(timeout=60)[0].strip() for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    assert [process.returncode for process in processes] == [0, 0]
+    (folder,) = (tmp_path / "cache").iterdir()
+
+    forbid_reading(monkeypatch)
+    found = prepare(toy(tmp_path), BYTES, silent)
+    assert found.folder == folder
+    documents = [f"document {i}" for i in range(600)]
+    assert sorted(texts_of(found, "train") + texts_of(found, "val")) == sorted(documents)
+    give(monkeypatch, documents)
+    assert said == [prepare(toy(tmp_path / "here"), BYTES, silent).fingerprint] * 2

@@ -1,0 +1,138 @@
+"""Every choice of every group composes, passes its schema, and builds what it describes."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+
+import data.corpora
+import runs
+from data import DataConfig
+from eval import EvalConfig
+from model import GPT, GPTConfig
+from model.positions import SCHEMES
+from runs import Ranks, checked
+from train import TrainConfig, check_settings
+
+CONFIGS = Path(__file__).parents[1] / "configs"
+GROUPS = ("preset", "model", "pos", "scaling", "data", "tokenizer", "experiment")
+CHOICES = [(group, path.stem) for group in GROUPS for path in sorted((CONFIGS / group).glob("*.yaml"))]
+
+
+def composed(*overrides, name="train"):
+    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+        config = compose(name, overrides=[*overrides, *(["data.path=x"] if "data=files" in overrides else [])])
+    return checked(config, TrainConfig if name == "train" else EvalConfig)
+
+
+@pytest.mark.parametrize(("group", "choice"), CHOICES)
+def test_every_choice_composes_and_builds(group, choice, monkeypatch):
+    # GPT-2's vocabulary needs a download; its size is all that is needed here
+    sizes = {"bytes": 257, "gpt2": 50257}
+    monkeypatch.setattr("train.get_tokenizer", lambda name: type("T", (), {"vocab_size": sizes[name]}))
+    config = composed(f"{group}={choice}")
+    gpt_config = check_settings(config, Ranks())
+    DataConfig(**config.data)
+    with torch.device("meta"):
+        model = GPT(gpt_config)
+    assert model.pos.__class__ is SCHEMES[config.pos.name]
+    if group != "experiment" and group != "preset":
+        chosen = OmegaConf.load(CONFIGS / group / f"{choice}.yaml")
+        for key, value in (chosen if group != "scaling" else {}).items():
+            assert config[group][key] == value  # a chosen group wins over the primary file
+
+
+def test_every_scheme_has_a_file_that_lists_its_keys():
+    files = {path.stem: OmegaConf.to_container(OmegaConf.load(path)) for path in (CONFIGS / "pos").glob("*.yaml")}
+    assert set(files) == set(SCHEMES)
+    for name, keys in files.items():
+        assert keys == GPTConfig(vocab_size=2, pos={"name": name}).pos
+
+
+def test_every_corpus_kind_has_a_file():
+    kinds = {OmegaConf.load(path).kind for path in (CONFIGS / "data").glob("*.yaml")}
+    assert kinds == set(data.corpora.KINDS)
+
+
+@pytest.mark.parametrize("cuda", [False, True])
+def test_the_preset_follows_the_machine_and_the_groups_follow_the_preset(cuda, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
+    config = composed()
+    expected = ("gpu", 12, "wikitext103", "gpt2") if cuda else ("cpu", 4, "stdlib", "bytes")
+    assert (config.preset, config.model.n_layer, config.data.name, config.tokenizer.name) == expected
+    other = composed(f"preset={'cpu' if cuda else 'gpu'}")
+    assert other.preset != config.preset
+    assert other.model.n_layer != config.model.n_layer
+    mixed = composed("preset=gpu", "data=stdlib", "tokenizer=bytes", "model.n_layer=3")
+    assert (mixed.data.name, mixed.tokenizer.name) == ("stdlib", "bytes")
+    assert (mixed.model.n_layer, mixed.model.n_head) == (3, 12)
+
+
+def test_presets_are_the_documented_sizes():
+    cpu, gpu = composed("preset=cpu"), composed("preset=gpu")
+    tokens = [c.train.max_steps * c.train.batch_size * c.model.train_length for c in (cpu, gpu)]
+    assert tokens[0] == pytest.approx(3e6, rel=0.15)
+    assert tokens[1] == pytest.approx(350e6, rel=0.05)
+    assert (cpu.model.n_head * cpu.model.head_dim, gpu.model.n_head * gpu.model.head_dim) == (256, 768)
+    assert (cpu.model.train_length, gpu.model.train_length) == (256, 512)
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("pos=rop", "Could not find 'pos/rop'"),
+        ("train.max_step=3", "max_step"),
+        ("+train.max_step=3", "max_step"),
+        ("+extra=3", "extra"),
+        ("train.max_steps=many", "many"),
+        ("train.max_steps=1.5", "1.5"),
+        ("seed=-1", "seed=-1"),
+        ("train.max_steps=0", r"train\.max_steps=0: must be at least 1"),
+        ("train.lr=0", r"train\.lr=0"),
+        ("train.lr=nan", r"train\.lr=nan"),
+        ("train.lr=inf", r"train\.lr=inf"),
+        ("train.beta2=1", r"train\.beta2=1"),
+        ("train.weight_decay=-1", r"train\.weight_decay=-1"),
+        ("train.grad_clip=0", r"train\.grad_clip=0"),
+        ("train.compile=maybe", r"train\.compile"),
+        ("train.micro_batch_size=3", r"train\.batch_size=16.*multiple"),
+        ("val.multiples=[]", r"val\.multiples"),
+        ("val.stride=0", r"val\.stride=0"),
+        ("model.width=100", r"model\.width=100"),
+        ("model.head_dim=63", r"model\.head_dim=63"),
+        ("model.n_kv_head=3", r"model\.n_kv_head=3"),
+        ("model.dropout=2", r"model\.dropout=2"),
+        ("+pos.bas=3", r"pos\.bas"),
+        ("pos.base=-3", r"pos\.base=-3"),
+        ("tokenizer.name=gpt9", r"tokenizer\.name='gpt9'"),
+        ("data.val_fraction=2", r"data\.val_fraction=2"),
+        ("data.kind=web", r"data\.kind='web'"),
+    ],
+)
+def test_wrong_settings_are_refused_by_name(override, words):
+    with pytest.raises((ValueError, HydraException), match=words):  # noqa: PT012 (either step may refuse)
+        config = composed("preset=cpu", override)
+        check_settings(config, Ranks())
+        DataConfig(**config.data)
+
+
+def test_evaluation_settings_are_checked():
+    assert composed(name="eval").protocol == "sliding"
+    for override in ("lengths=[a]", "stride=x", "+strid=3"):
+        with pytest.raises((ValueError, HydraException)):
+            composed(override, name="eval")
+
+
+def test_new_runs_never_share_a_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    first = runs._run_dir(None, "a/b")
+    Path(first).mkdir(parents=True)
+    second = runs._run_dir(None, "a/b")
+    assert first != second
+    assert Path(first).parent == Path(second).parent == Path("outputs")
+    assert runs._run_dir("outputs/old", "x") == "outputs/old"
+    monkeypatch.setenv("RANK", "1")
+    assert not Path(runs._run_dir(None, "a")).is_relative_to("outputs")
