@@ -364,7 +364,7 @@ class Trainer:
         self.metrics = MetricsFile(self.folder / "metrics.jsonl", keep_up_to_step=self.step)
         outputs.callback(self.metrics.close)
         self.wandb = start_wandb(
-            OmegaConf.merge(c.wandb, {"group": c.wandb.group or HydraConfig.get().runtime.choices.get("experiment")}),
+            c.wandb,
             self.folder,
             self.wandb_id,
             name=c.name,
@@ -504,6 +504,7 @@ def main(config: DictConfig) -> float:
         config = checked(config, TrainConfig)
         if config.resume:
             config = resumed_config(config, list(hydra_config.overrides.task))
+        config.wandb.group = config.wandb.group or hydra_config.runtime.choices.get("experiment")
         gpt_config = check_settings(config, ranks)
         trainer = Trainer(config, gpt_config, Path(ranks.share(str(folder))), ranks)
         log.info("run      %s", trainer.folder)

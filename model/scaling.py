@@ -9,7 +9,7 @@ the head's: they differ where only a part of the head turns). base: RoPE's. trai
 longest window seen in training, and the sequence so far or the one to come. Returns the scaled frequencies, of the same
 shape, dtype and device, and a factor on both cos and sin, so the scores of the turned part grow with its square. Keys
 are taken as complete_scaling leaves them. factor is the stretch s; None stands for length / train_length, at least 1.
-s = 1 is plain RoPE, bit for bit.
+s = 1 is plain RoPE, bit for bit (dynamic's up to train_length, longrope's with divisors of 1).
 
 A new scaling is one function, one line in SCALINGS and one file in configs/scaling/; one line in REGIMES as well if it
 looks at length for more than an open factor. Its keyword-only arguments are its configuration keys: a default of None

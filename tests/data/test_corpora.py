@@ -132,8 +132,7 @@ def test_a_list_of_several_kinds(tmp_path):
     text = write(tmp_path / "a.txt", "txt")
     rows = jsonl(tmp_path / "a.jsonl", {"text": "jsonl"})
     table = parquet(tmp_path / "a.parquet", text=["parquet"])
-    assert sorted(texts(files([text, rows, table]))) == ["jsonl", "parquet", "txt"]
-    assert texts(files([text, rows, table])) == texts(files([table, text, rows]))  # kind by kind
+    assert texts(files([text, rows, table])) == ["txt", "jsonl", "parquet"]  # in the order given
 
 
 @pytest.mark.parametrize(
@@ -178,7 +177,7 @@ def test_a_missing_file_is_named(tmp_path, name):
     there = jsonl(tmp_path / "a.jsonl", {"text": "one"})
     (tmp_path / "folder").mkdir()
     for path in (str(tmp_path / name), [there, str(tmp_path / name)]):
-        with pytest.raises(ValueError, match="no such file|is a folder") as raised:
+        with pytest.raises(ValueError, match=r"no such file|is a folder") as raised:
             texts(files(path))
         assert str(tmp_path / name) in str(raised.value)
 

@@ -311,6 +311,12 @@ def test_completion_fills_in_the_defaults_and_is_stable(name):
     assert type(complete_scaling({"name": name, **numbers, "factor": 2}, 4)["factor"]) is float
 
 
+def test_published_defaults():
+    yarn = {"name": "yarn", "factor": None, "beta_fast": 32.0, "beta_slow": 1.0, "attention_scale": None}
+    assert complete_scaling({"name": "yarn"}, 4) == yarn
+    assert complete_scaling({"name": "llama3"}, 4) == {"name": "llama3", "factor": None, "low": 1.0, "high": 4.0}
+
+
 # --- errors -----------------------------------------------------------------------------------------------------------
 
 
