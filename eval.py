@@ -137,7 +137,7 @@ def evaluate_lengths(
                 rows.append({"length": length, **row})
                 continue
             spans = window_spans(len(tokens), lengths, length, protocol, stride, max_targets)
-            losses, counts, n_bytes = _score(model, tokens, spans, bytes_per_token, batch_tokens)
+            losses, counts, n_bytes = _score(model, tokens, length, spans, bytes_per_token, batch_tokens)
             nll, stderr = ratio_and_error(losses, counts)
             row = {"length": length, "nll": nll, "perplexity": _exp(nll), "stderr": stderr, "scored": int(counts.sum())}
             if bytes_per_token is not None:
@@ -170,7 +170,12 @@ def _check_measurement(
 
 @torch.inference_mode()
 def _score(
-    model: GPT, tokens: np.ndarray, spans: np.ndarray, bytes_per_token: np.ndarray | None, batch_tokens: int
+    model: GPT,
+    tokens: np.ndarray,
+    length: int,
+    spans: np.ndarray,
+    bytes_per_token: np.ndarray | None,
+    batch_tokens: int,
 ) -> tuple[np.ndarray, np.ndarray, int]:
     """Summed loss and count of every window, float64 and int64 (windows,), and the bytes of all scored tokens."""
     device = next(model.parameters()).device
@@ -183,7 +188,7 @@ def _score(
             model.check_tokens(ids)
             targets = ids[:, 1:].clone()
             targets[torch.arange(size) < size - torch.from_numpy(batch[:, 2:])] = -100
-            nll = model(ids[:, :-1].to(device), targets=targets.to(device))
+            nll = model(ids[:, :-1].to(device), targets=targets.to(device), scaling_length=length)
             losses.append(nll.cpu().double().sum(dim=1).numpy())
             if bytes_per_token is not None:
                 n_bytes += int(bytes_per_token[targets[targets != -100].numpy()].sum())
@@ -338,6 +343,8 @@ def plot(results: list[dict], path: Path) -> None:
 def log_curve(result: dict, record: Callable[[dict], None], wandb_run: WandbRun) -> None:
     """The curve as metrics with length as their x-axis, and a summary value a length to sort runs by."""
     prefix = f"extrapolation/{result['protocol']}"
+    if result["scaling"] is not None:
+        prefix += f"_{result['scaling']['name']}"
     rows = [row for row in result["rows"] if row["nll"] is not None]
     for row in rows:
         values = {f"{prefix}/{key}": row.get(key) for key in ("nll", "perplexity", "stderr", "bits_per_byte")}
@@ -374,12 +381,11 @@ def evaluate_runs(config: DictConfig) -> list[dict]:
     require(config, {"stride": 1, "max_targets": 1})
     if config.protocol not in PROTOCOLS:
         raise ValueError(f"protocol={config.protocol!r}: use {' or '.join(PROTOCOLS)}")
-    if config.scaling is not None:
-        raise ValueError(f"scaling={config.scaling}: no frequency scaling is known; use scaling=none")
     folders = _folders(config)
     device = pick_device(config.device)
     precision = pick_precision(config.precision, device)
     settings = [read_config(folder) for folder in folders]
+    scaling = OmegaConf.to_container(config).get("scaling")
     weights = [latest_checkpoint(folder) for folder in folders]
     train_length = min(setting.model.train_length for setting in settings)
     lengths = sorted(set(config.lengths)) if config.lengths is not None else default_lengths(train_length)
@@ -392,8 +398,9 @@ def evaluate_runs(config: DictConfig) -> list[dict]:
     for folder, setting, path in zip(folders, settings, weights, strict=True):
         tokenizer = get_tokenizer(setting.tokenizer.name)
         files = prepare(DataConfig(**setting.data), tokenizer, say=log.info)
-        model = load_run(folder, device)
-        about = {"run": setting.name, "folder": str(folder), "checkpoint": path.stem}
+        model = load_run(folder, device, scaling)
+        name = setting.name if scaling is None else f"{setting.name} {scaling['name']}"
+        about = {"run": name, "folder": str(folder), "checkpoint": path.stem}
         about["trained_on"] = setting.provenance.fingerprint
         results.append(measure_run(model, files, tokenizer, lengths, precision, about, **protocol))
     _tell_apart(results)
@@ -423,7 +430,7 @@ def _tell_apart(results: list[dict]) -> None:
     names = [result["run"] for result in results]
     for result in results:
         if names.count(result["run"]) > 1:
-            result["run"] = Path(result["folder"]).name
+            result["run"] = Path(result["folder"]).name + result["run"].removeprefix(result["run"].split(" ")[0])
 
 
 def comparability(results: list[dict]) -> list[str]:

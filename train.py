@@ -22,6 +22,7 @@ import torch.distributed as dist
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import MISSING, DictConfig, OmegaConf
+from torch.nn.functional import interpolate
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
@@ -29,6 +30,7 @@ from data import DataConfig, TokenFiles, Tokenizer, draw_batch, get_tokenizer, p
 from eval import default_lengths, log_curve, measure_run, table, with_error, write_report
 from model import GPT, GPTConfig
 from model.checkpoint import latest_checkpoint, load_run, load_state, load_weights, save_checkpoint
+from model.checkpoint import read_config as read_gpt_config
 from runs import (
     MetricsFile,
     Ranks,
@@ -60,7 +62,9 @@ class ModelSettings:
     n_kv_head: int | None = None
     head_dim: int = MISSING
     width: int | None = None
+    original_length: int | None = None
     train_length: int = MISSING
+    attention: str = MISSING
     bias: bool = MISSING
     dropout: float = MISSING
 
@@ -107,6 +111,7 @@ class TrainConfig:
     precision: str = "auto"
     resume: str | None = None
     init_from: str | None = None
+    init_table: str | None = None
     model: ModelSettings = field(default_factory=ModelSettings)
     pos: dict[str, Any] = MISSING
     scaling: dict[str, Any] | None = None
@@ -160,6 +165,8 @@ def check_settings(config: DictConfig, ranks: Ranks) -> GPTConfig:
             f"train.batch_size={t.batch_size}: must be a multiple of train.micro_batch_size={t.micro_batch_size} "
             f"times the number of processes, {ranks.world_size}"
         )
+    if config.init_table not in (None, "interpolate"):
+        raise ValueError(f"init_table={config.init_table!r}: use interpolate, or null to refuse")
     tokenizer = get_tokenizer(config.tokenizer.name)
     plain = OmegaConf.to_container(config)
     return GPTConfig.from_dict(
@@ -276,10 +283,16 @@ class Trainer:
 
     def _start_from(self, source: Path) -> None:
         weights = load_run(source).state_dict()
+        rows = self.model.config.train_length
+        if self.config.init_table == "interpolate" and self.model.config.pos["name"] == "learned":
+            # The first and last rows stay the ends, those between are linear mixtures of their two neighbours.
+            table = weights["pos.table"].T[None]  # (1, D, rows)
+            weights["pos.table"] = interpolate(table, size=rows, mode="linear", align_corners=True)[0].T
         try:
             self.model.load_state_dict(weights)
         except RuntimeError as error:
-            raise ValueError(f"init_from={source}: its weights do not fit this model ({error})") from error
+            way_out = "; init_table=interpolate stretches a learned table" if "pos.table" in str(error) else ""
+            raise ValueError(f"init_from={source}: its weights do not fit this model ({error}){way_out}") from error
         log.info("weights  from %s", source)
 
     def _say_model(self) -> None:
@@ -504,6 +517,8 @@ def main(config: DictConfig) -> float:
         config = checked(config, TrainConfig)
         if config.resume:
             config = resumed_config(config, list(hydra_config.overrides.task))
+        if config.init_from and config.scaling is not None and config.model.original_length is None:
+            config.model.original_length = read_gpt_config(latest_checkpoint(config.init_from)).original_length
         config.wandb.group = config.wandb.group or hydra_config.runtime.choices.get("experiment")
         gpt_config = check_settings(config, ranks)
         trainer = Trainer(config, gpt_config, Path(ranks.share(str(folder))), ranks)

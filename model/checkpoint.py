@@ -5,15 +5,17 @@
 weights last, so a checkpoint exists if and only if its weights do.
 """
 
+import contextlib
 import json
 import os
 import re
-from dataclasses import asdict
+from collections.abc import Iterator
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from model.config import GPTConfig
 from model.gpt import GPT
@@ -60,26 +62,41 @@ def latest_checkpoint(run: str | Path) -> Path:
     return max(found, key=lambda path: int(_NAME.fullmatch(path.name)[1]))
 
 
-def load_weights(path: Path, device: str | torch.device = "cpu") -> GPT:
-    """The model in a weights file, in evaluation mode. ValueError, naming the file, if it is damaged or not ours."""
-    try:
-        with safe_open(path, "pt") as file:
-            header = file.metadata() or {}
-            config = GPTConfig.from_dict(json.loads(header["config"]))
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (safe_open is no mapping)
+def read_config(path: Path) -> GPTConfig:
+    """The GPTConfig in a weights file's header. ValueError, naming the file, if it is damaged or not ours."""
+    with _damage(path), safe_open(path, "pt") as file:
+        return GPTConfig.from_dict(json.loads((file.metadata() or {})["config"]))
+
+
+def load_weights(path: Path, device: str | torch.device = "cpu", scaling: dict | None = None) -> GPT:
+    """The model in a weights file, in evaluation mode.
+
+    scaling: another frequency scaling than it was trained with ({"name": "none"} for plain RoPE); it has no weights.
+    ValueError, naming the file, if it is damaged or not ours, and for a scaling that does not fit the model.
+    """
+    config = read_config(path)
+    if scaling is not None:
+        config = replace(config, scaling=scaling)
+    with _damage(path):
         model = GPT(config)
-        model.load_state_dict(tensors)
-    except (SafetensorError, KeyError, TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(f"{path}: not a whole checkpoint of this program ({error})") from error
+        model.load_state_dict(load_file(path))
     return model.to(device).eval()
 
 
-def load_run(run: str | Path, device: str | torch.device = "cpu") -> GPT:
-    """A run folder's latest checkpoint as a model in evaluation mode.
+@contextlib.contextmanager
+def _damage(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (SafetensorError, KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"{path}: not a whole checkpoint of this program ({error})") from error
+
+
+def load_run(run: str | Path, device: str | torch.device = "cpu", scaling: dict | None = None) -> GPT:
+    """A run folder's latest checkpoint as a model in evaluation mode; scaling as in load_weights.
 
     Raises FileNotFoundError where there is no folder or checkpoint, ValueError where the checkpoint is damaged.
     """
-    return load_weights(latest_checkpoint(run), device)
+    return load_weights(latest_checkpoint(run), device, scaling)
 
 
 def load_state(weights: Path, device: str | torch.device = "cpu") -> dict:

@@ -4,7 +4,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from model.positions import build_scheme, complete_scheme
+from model.positions import SCHEMES, build_scheme, check_scaling, complete_scheme
+
+ATTENTIONS = ("softmax", "linear")
 
 
 def _check_whole(name: str, value, least: int) -> None:
@@ -18,9 +20,11 @@ class GPTConfig:
 
     width = n_head · head_dim; given as well, `width` must agree. n_kv_head: key and value heads, a divisor of n_head
     (None: n_head); query head h uses key head h // (n_head / n_kv_head). train_length: the longest window seen in
-    training, and the number of rows of a learned table. pos: {"name": ..., its keys}; completed with the scheme's
-    defaults. scaling: a rotary frequency scaling, None for none. Raises ValueError, naming the setting and what is
-    allowed, for anything that cannot be built.
+    training, and the number of rows of a learned table. attention: softmax, or linear (Katharopoulos et al. 2020).
+    pos: {"name": ..., its keys}; completed with the scheme's defaults. scaling: the same for a rotary frequency
+    scaling, None for none; original_length: the length its formulas start from, where training under it went on at
+    another (None: train_length). Raises ValueError, naming the setting and what is allowed, for anything that cannot be
+    built.
     """
 
     vocab_size: int
@@ -29,11 +33,13 @@ class GPTConfig:
     n_kv_head: int | None = None
     head_dim: int = 64
     width: int | None = None
+    attention: str = "softmax"
     train_length: int = 1024
     bias: bool = True
     dropout: float = 0.0
     pos: dict = field(default_factory=lambda: {"name": "rope"})
     scaling: dict | None = None
+    original_length: int | None = None
 
     def __post_init__(self):
         for name in ("vocab_size", "n_layer", "n_head", "head_dim", "train_length"):
@@ -58,9 +64,19 @@ class GPTConfig:
             raise ValueError(f"model.bias={self.bias!r}: must be true or false")
         if type(self.dropout) not in (int, float) or not 0 <= self.dropout < 1:
             raise ValueError(f"model.dropout={self.dropout!r}: must be a number from 0 to below 1")
-        if self.scaling is not None:
-            raise ValueError(f"scaling={self.scaling!r}: no frequency scaling is known; use scaling=none")
+        if self.original_length is None:
+            object.__setattr__(self, "original_length", self.train_length)
+        _check_whole("original_length", self.original_length, 1)
         object.__setattr__(self, "pos", complete_scheme(self.pos))
+        object.__setattr__(self, "scaling", check_scaling(self))
+        if self.attention not in ATTENTIONS:
+            raise ValueError(f"model.attention={self.attention!r}: known are {', '.join(ATTENTIONS)}")
+        if self.attention == "linear" and SCHEMES[self.pos["name"]].biased:
+            fitting = ", ".join(name for name, scheme in SCHEMES.items() if not scheme.biased)
+            raise ValueError(
+                f"model.attention=linear with pos={self.pos['name']}: linear attention never forms the score matrix "
+                f"that this scheme adds to; use model.attention=softmax, or one of {fitting}"
+            )
         with torch.device("meta"):
             build_scheme(self)  # the scheme checks the ranges of its own keys
 

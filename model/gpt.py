@@ -1,16 +1,29 @@
 """GPT-2's network with an exchangeable position scheme. Shapes: B sequences, T tokens, D width, H heads, V ids."""
 
+import contextlib
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model.cache import KVCache
+from model.attention import CHUNK, linear_attention, softmax_attention
+from model.cache import Cache, KVCache, StateCache
 from model.config import GPTConfig
-from model.positions import build_scheme
+from model.positions import PositionScheme, build_scheme
 from model.sampling import sample
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one pass has in common for all layers."""
+
+    scheme: PositionScheme
+    positions: Tensor  # int64 (Tk,), of all keys; the queries have the last of them
+    rotate: Callable[[Tensor], Tensor]
+    cache: Cache | None
 
 
 class Attention(nn.Module):
@@ -18,29 +31,34 @@ class Attention(nn.Module):
 
     def __init__(self, config: GPTConfig, layer: int):
         super().__init__()
-        self.layer, self.dropout = layer, config.dropout
+        self.layer, self.dropout, self.linear = layer, config.dropout, config.attention == "linear"
         self.n_head, self.n_kv_head, self.head_dim = config.n_head, config.n_kv_head, config.head_dim
         self.qkv = nn.Linear(config.width, (config.n_head + 2 * config.n_kv_head) * config.head_dim, bias=config.bias)
         self.out = nn.Linear(config.width, config.width, bias=config.bias)
         self.residual_dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor, rotate: Callable, mask: Tensor | None, causal: bool, cache: KVCache | None) -> Tensor:
+    def forward(self, x: Tensor, step: "Step") -> Tensor:
         B, T, D = x.shape
         heads = self.qkv(x).view(B, T, -1, self.head_dim).transpose(1, 2)  # (B, H + 2 Hkv, T, head_dim)
         qk, v = heads.split((self.n_head + self.n_kv_head, self.n_kv_head), dim=1)
-        q, k = rotate(qk).split((self.n_head, self.n_kv_head), dim=1)
-        if cache is not None:
-            k, v = cache.append(self.layer, k, v)
-        y = F.scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            attn_mask=mask,
-            is_causal=causal,
-            dropout_p=self.dropout if self.training else 0.0,
-            enable_gqa=self.n_kv_head != self.n_head,
-        )  # (B, H, T, head_dim)
+        y = self._linear(qk, v, step) if self.linear else self._softmax(qk, v, step)  # (B, H, T, head_dim)
         return self.residual_dropout(self.out(y.transpose(1, 2).reshape(B, T, D)))
+
+    def _softmax(self, qk: Tensor, v: Tensor, step: "Step") -> Tensor:
+        q, k = step.rotate(qk).split((self.n_head, self.n_kv_head), dim=1)
+        if step.cache is not None:
+            k, v = step.cache.append(self.layer, k, v)
+        dropout = self.dropout if self.training else 0.0
+        return softmax_attention(q, k, v, step.scheme, step.positions, dropout)
+
+    def _linear(self, qk: Tensor, v: Tensor, step: "Step") -> Tensor:
+        q, k = qk.split((self.n_head, self.n_kv_head), dim=1)
+        k, v = (x.repeat_interleave(self.n_head // self.n_kv_head, dim=1) for x in (k, v))
+        state = step.cache.state(self.layer) if step.cache is not None else None
+        y, state = linear_attention(q, k, v, step.rotate, state)
+        if step.cache is not None:
+            step.cache.put(self.layer, state)
+        return y
 
 
 class MLP(nn.Module):
@@ -62,8 +80,8 @@ class Block(nn.Module):
         self.mlp_norm = nn.LayerNorm(config.width, bias=config.bias)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor, rotate: Callable, mask: Tensor | None, causal: bool, cache: KVCache | None) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), rotate, mask, causal, cache)
+    def forward(self, x: Tensor, step: "Step") -> Tensor:
+        x = x + self.attention(self.attention_norm(x), step)
         return x + self.mlp(self.mlp_norm(x))
 
 
@@ -95,46 +113,72 @@ class GPT(nn.Module):
         if isinstance(module, nn.Linear) and module.bias is not None:
             nn.init.zeros_(module.bias)
 
-    def forward(self, tokens: Tensor, targets: Tensor | None = None, cache: KVCache | None = None) -> Tensor:
+    def forward(
+        self,
+        tokens: Tensor,
+        targets: Tensor | None = None,
+        cache: Cache | None = None,
+        scaling_length: int | None = None,
+    ) -> Tensor:
         """Logits, or per-token losses.
 
         tokens: int64 (B, T). Without targets: logits (B, T, vocab_size). With targets, int64 (B, T), where
         targets[:, t] follows tokens[:, t]: negative log-likelihoods (B, T) in nats, 0 where the target is -100;
         float32, or float64 for a float64 model. With a cache, the tokens continue the ones it holds, and are appended;
-        such a pass keeps no gradients. Raises ValueError for shapes that do not fit, ids outside the vocabulary
-        (checked on the CPU only: elsewhere it would stall every step), positions past a learned table and a full
-        cache; the cache is then as it was.
+        such a pass keeps no gradients.
+
+        scaling_length: the sequence length that the frequency scalings `dynamic`, `longrope`, and those with an open
+        factor go by, instead of the tokens so far. Without it their frequencies change as a sequence grows; a cached
+        pass is then still equal to the full pass over the tokens so far, at the full pass's cost whenever they change
+        (longrope: once; the others: at every step past the training length), since a key's rotation is not all that
+        depends on them: deeper keys and values came from rows computed under the older ones.
+
+        Raises ValueError for shapes that do not fit, ids outside the vocabulary (checked on the CPU only: elsewhere it
+        would stall every step), positions past a learned table and a full cache; the cache is then as it was.
         """
         if tokens.ndim != 2 or tokens.shape[1] == 0:
             raise ValueError(f"tokens must be (B, T) with T of at least 1, found {tuple(tokens.shape)}")
         if targets is not None and targets.shape != tokens.shape:
             raise ValueError(f"targets {tuple(targets.shape)} must have the shape of tokens {tuple(tokens.shape)}")
+        if scaling_length is not None and (not isinstance(scaling_length, int) or scaling_length < 1):
+            raise ValueError(f"scaling_length={scaling_length!r}: must be a whole number of at least 1, or None")
         if tokens.device.type == "cpu" and not torch.compiler.is_compiling():
             self.check_tokens(tokens)
-        if cache is None:
-            return self._forward(tokens, targets, None)
+        with contextlib.nullcontext() if cache is None else torch.no_grad():
+            if cache is None:
+                x = self._pass(tokens, 0, scaling_length or tokens.shape[1], None)
+            else:
+                x = self._cached_pass(tokens, cache, scaling_length)
+            return self._logits(x) if targets is None else self._losses(x, targets)
+
+    def _cached_pass(self, tokens: Tensor, cache: Cache, scaling_length: int | None) -> Tensor:
         cache.check(*tokens.shape)
-        with torch.no_grad():
-            out = self._forward(tokens, targets, cache)
-        cache.advance(tokens.shape[1])
-        return out
+        if scaling_length not in (None, cache.scaling_length):
+            raise ValueError(f"scaling_length={scaling_length}: the cache was made for {cache.scaling_length}")
+        self.pos.check_position(cache.length + tokens.shape[1] - 1)
+        length = cache.scaling_length or cache.length + tokens.shape[1]
+        regime = self.pos.regime(length)
+        given = tokens.shape[1]
+        held = cache.length
+        tokens = cache.begin(tokens, regime)
+        try:
+            x = self._pass(tokens, cache.length, length, cache)
+        except BaseException:
+            cache.roll_back(held)
+            raise
+        cache.advance(tokens, regime)
+        return x[:, -given:]
 
-    def _forward(self, tokens: Tensor, targets: Tensor | None, cache: KVCache | None) -> Tensor:
-        past, T = cache.length if cache is not None else 0, tokens.shape[1]
-        self.pos.check_position(past + T - 1)
-        key_positions = torch.arange(past + T, device=tokens.device)
-        query_positions = key_positions[past:]
-
-        x = self.dropout(self.pos.embed(self.embedding(tokens), query_positions))  # (B, T, D)
-        rotate = self.pos.rotation(query_positions)
-        bias = self.pos.bias(query_positions, key_positions)
-        mask, causal = _attention_mask(query_positions, key_positions, past, bias)
+    def _pass(self, tokens: Tensor, past: int, length: int, cache: Cache | None) -> Tensor:
+        """Rows after the last norm, (B, T, D), for tokens at positions past ... past + T - 1."""
+        self.pos.check_position(past + tokens.shape[1] - 1)
+        positions = torch.arange(past + tokens.shape[1], device=tokens.device)
+        new = positions[past:]
+        x = self.dropout(self.pos.embed(self.embedding(tokens), new))  # (B, T, D)
+        step = Step(self.pos, positions, self.pos.rotation(new, length), cache)
         for block in self.blocks:
-            x = block(x, rotate, mask, causal, cache)
-        x = self.norm(x)
-        if targets is None:
-            return self._logits(x)
-        return self._losses(x, targets)
+            x = block(x, step)
+        return self.norm(x)
 
     def _logits(self, x: Tensor) -> Tensor:
         """(..., D) -> (..., vocab_size). The padding rows are cut off: their ids have no logit and no probability."""
@@ -160,13 +204,18 @@ class GPT(nn.Module):
                 f"token id {low if low < 0 else high} is outside the vocabulary (0 to {self.config.vocab_size - 1})"
             )
 
-    def new_cache(self, batch_size: int, max_length: int) -> KVCache:
-        """An empty cache for this model on its device, in the dtype its keys have (autocast's, where that is on)."""
+    def new_cache(self, batch_size: int, max_length: int, scaling_length: int | None = None) -> Cache:
+        """An empty cache for this model on its device, in the dtype its keys have (autocast's, where that is on).
+
+        scaling_length: see forward; the length the sequence will have in the end is the usual choice.
+        """
         weight, c = self.embedding.weight, self.config
+        if c.attention == "linear":
+            return StateCache(c.n_layer, batch_size, max_length, weight.device, scaling_length)
         device_type = weight.device.type
         autocast = torch.is_autocast_enabled(device_type) and weight.dtype == torch.float32
         dtype = torch.get_autocast_dtype(device_type) if autocast else weight.dtype
-        return KVCache(c.n_layer, batch_size, c.n_kv_head, max_length, c.head_dim, dtype, weight.device)
+        return KVCache(c.n_layer, batch_size, c.n_kv_head, max_length, c.head_dim, dtype, weight.device, scaling_length)
 
     @torch.inference_mode()
     def generate(
@@ -178,13 +227,14 @@ class GPT(nn.Module):
         top_p: float | None = None,
         use_cache: bool = True,
         generator: torch.Generator | None = None,
+        scaling_length: int | None = None,
     ) -> Tensor:
         """Continue int64 (B, T) to (B, T + max_new_tokens), T at least 1.
 
         temperature 0 takes the likeliest id; otherwise one is drawn with `generator` from the top_k likeliest, or from
         the smallest set that holds top_p of the probability (Holtzman et al. 2020), or from both. With and without the
-        cache the tokens are the same. Dropout is off. Raises ValueError for settings out of range and, before any
-        work, where a learned table is too short.
+        cache the tokens are the same. scaling_length: see forward. Dropout is off. Raises ValueError for settings out
+        of range and, before any work, where a learned table is too short.
         """
         if tokens.ndim != 2 or tokens.shape[1] == 0:
             raise ValueError(f"tokens must be (B, T) with T of at least 1, found {tuple(tokens.shape)}")
@@ -195,13 +245,13 @@ class GPT(nn.Module):
         last = T + max_new_tokens - 2  # the last token drawn is never fed back
         if max_new_tokens:
             self.pos.check_position(last)
-        cache = self.new_cache(B, last + 1) if use_cache and max_new_tokens else None
+        cache = self.new_cache(B, last + 1, scaling_length) if use_cache and max_new_tokens else None
         was_training = self.training
         self.eval()
         try:
             chunk = tokens
             for _ in range(max_new_tokens):
-                logits = self(chunk, cache=cache)[:, -1]
+                logits = self(chunk, cache=cache, scaling_length=scaling_length)[:, -1]
                 following = sample(logits, temperature, top_k, top_p, generator)
                 tokens = torch.cat((tokens, following), dim=1)
                 chunk = tokens if cache is None else following
@@ -232,24 +282,10 @@ class GPT(nn.Module):
         """
         weights = sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))
         weights += self.embedding.weight.numel()  # as the output matrix; looking rows up is no arithmetic
-        return 2 * weights + 4 * self.config.n_layer * self.config.width * length
-
-
-def _attention_mask(
-    query_positions: Tensor, key_positions: Tensor, past: int, bias: Tensor | None
-) -> tuple[Tensor | None, bool]:
-    """The mask for scaled_dot_product_attention, (Tq, Tk) bool or (H, Tq, Tk) float32, or None, and its is_causal flag.
-
-    A key may be seen if its position is not past the query's. `is_causal` is used for square scores only: with fewer
-    queries than keys it would align the triangle with the first key, not the last.
-    """
-    T = query_positions.shape[0]
-    if bias is None and past == 0:
-        return None, T > 1
-    if bias is None and T == 1:
-        return None, False
-    visible = key_positions <= query_positions[:, None]  # (Tq, Tk)
-    return visible if bias is None else bias.masked_fill(~visible, -math.inf), False
+        scores = 4 * self.config.n_layer * self.config.width * length
+        if self.config.attention == "linear":  # a chunk of scores, the state read and the state written
+            scores = 4 * self.config.n_layer * self.config.width * (min(length, CHUNK) + self.config.head_dim)
+        return 2 * weights + scores
 
 
 def _cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:

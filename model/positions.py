@@ -2,31 +2,40 @@
 
 A scheme acts at up to three hooks, always given explicit integer positions:
 
-    embed(rows, positions)                    token rows (B, T, D) -> the same shape
-    rotation(positions)                       a function on queries or keys (B, H, T, head_dim) -> the same shape
-    bias(query_positions, key_positions)      (H, Tq, Tk) float32, added to the attention scores; or None
+    embed(rows, positions)                        token rows (B, T, D) -> the same shape
+    rotation(positions, length)                   a function on queries and keys (B, H, T, head_dim) -> the same shape
+    bias(queries, query_positions, key_positions) (H, Tq, Tk) or (B, H, Tq, Tk), added to the attention scores
+    and with it, for Shaw's scheme: values(weights, query_positions, key_positions), added to the attention's output
 
 The base class does nothing at any of them, which makes it a scheme of its own: a causal model without positions
 (NoPE; Haviv et al. 2022, Kazemnejad et al. 2023). `rotation` returns a function, rather than taking the queries, so
 that the trigonometry is done once a pass and not twice in every layer.
 
-A new scheme is one subclass, one line in SCHEMES and one file in configs/pos/. The keyword arguments of its
+A new scheme is one subclass, one line in SCHEMES and one file in configs/pos/. The keyword-only arguments of its
 constructor are its configuration keys.
 """
 
-import inspect
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Hashable
 
 import torch
 from torch import Tensor, nn
 
-from model.rope import apply_rotation, rope_frequencies, rotary_tables
+from model.registry import lookup
+from model.rope import apply_rotation, plain_frequencies, rope_frequencies, rotary_tables
+from model.scaling import complete_scaling, regime, scaled
 
 
 class PositionScheme(nn.Module):
     """No positions at all, and the interface of every other scheme."""
 
     max_length: int | None = None  # positions 0 to max_length - 1 exist; None: no limit
+    rotates = False  # whether there are frequencies that a scaling could change
+    biased = weighs_values = False  # whether the last two hooks below are in use
+
+    def __init_subclass__(cls) -> None:
+        cls.biased = cls.bias is not PositionScheme.bias
+        cls.weighs_values = cls.values is not PositionScheme.values
 
     def __init__(self, config):
         super().__init__()
@@ -37,11 +46,21 @@ class PositionScheme(nn.Module):
     def embed(self, rows: Tensor, positions: Tensor) -> Tensor:
         return rows
 
-    def rotation(self, positions: Tensor) -> Callable[[Tensor], Tensor]:
+    def rotation(self, positions: Tensor, length: int) -> Callable[[Tensor], Tensor]:
+        """length: tokens of the whole sequence, or the declared one; some frequency scalings look at it."""
         return lambda x: x
 
-    def bias(self, query_positions: Tensor, key_positions: Tensor) -> Tensor | None:
+    def regime(self, length: int) -> Hashable:
+        """Equal for two lengths whose rotations are equal: a cache is computed anew when it changes."""
         return None
+
+    def bias(self, queries: Tensor, query_positions: Tensor, key_positions: Tensor) -> Tensor:
+        """queries (B, H, Tq, head_dim), as rotated. Called with a part of the queries at a time, keys from 0 on."""
+        raise NotImplementedError
+
+    def values(self, weights: Tensor, query_positions: Tensor, key_positions: Tensor) -> Tensor:
+        """weights (B, H, Tq, Tk), after the softmax -> (B, H, Tq, head_dim)."""
+        raise NotImplementedError
 
     def check_position(self, position: int) -> None:
         """Raise ValueError where the scheme has nothing to say about `position`."""
@@ -68,65 +87,188 @@ class LearnedPositions(PositionScheme):
         return rows + self.table[positions]
 
 
+class SinusoidalPositions(PositionScheme):
+    """PE(p, 2i) = sin(p / 10000^(2i/D)), PE(p, 2i+1) = cos of the same (Vaswani et al. 2017, section 3.5). No weights.
+
+    The rows are multiplied by √D first, as the paper does (section 3.4): next to rows drawn with GPT-2's standard
+    deviation of 0.02 the table would drown them.
+    """
+
+    def embed(self, rows: Tensor, positions: Tensor) -> Tensor:
+        width = rows.shape[-1]
+        sines = rotary_tables(positions, plain_frequencies(width, 10000.0, rows.device))
+        table = torch.stack((sines[1], sines[0]), dim=-1).flatten(-2)  # (T, D)
+        return rows * math.sqrt(width) + table.to(rows.dtype)
+
+
 class RotaryPositions(PositionScheme):
     """RoPE: planes of queries and keys turn with the position (Su et al. 2021, equation 34). No weights.
 
     base: θ_i = base^(-2i / rotary width). layout: which dimensions form a plane, `half` (i, i + r/2) or
-    `interleaved` (2i, 2i + 1). rotary_fraction: the first part of the head that turns; the rest is left alone.
+    `interleaved` (2i, 2i + 1). rotary_fraction: the first part of the head that turns; the rest is left alone, as in
+    GPT-NeoX. config.scaling, if any, changes the frequencies (model/scaling.py).
     """
 
-    def __init__(self, config, base: float = 10000.0, layout: str = "half", rotary_fraction: float = 1.0):
+    rotates = True
+
+    def __init__(self, config, *, base: float = 10000.0, layout: str = "half", rotary_fraction: float = 1.0):
         super().__init__(config)
         if layout not in ("half", "interleaved"):
             raise ValueError(f"pos.layout={layout!r}: known layouts are half, interleaved")
         if not 0 < rotary_fraction <= 1:
             raise ValueError(f"pos.rotary_fraction={rotary_fraction}: must be above 0 and at most 1")
-        rotary_dim = round(config.head_dim * rotary_fraction)
-        if rotary_dim % 2 or rotary_dim == 0:
+        self.rotary_dim = round(config.head_dim * rotary_fraction)
+        if self.rotary_dim % 2 or self.rotary_dim == 0:
             raise ValueError(
-                f"pos.rotary_fraction={rotary_fraction} of model.head_dim={config.head_dim} turns {rotary_dim} "
+                f"pos.rotary_fraction={rotary_fraction} of model.head_dim={config.head_dim} turns {self.rotary_dim} "
                 "dimensions: they turn in pairs, so it must be an even number of at least 2"
             )
-        self.rotary_dim, self.base, self.layout = rotary_dim, base, layout
-        # A plain tensor, not a buffer: .bfloat16() and .half() must not reach the frequencies, nor the state dict.
-        self.inv_freq, self.attention_scale = rope_frequencies(rotary_dim, base)
+        self.base, self.layout, self.scaling = base, layout, config.scaling
+        self.train_length = config.original_length
+        rope_frequencies(self.rotary_dim, base, config.scaling, self.train_length)  # checks them all
 
-    def _apply(self, fn, recurse=True):
-        """Follow the model to another device (so that no pass copies the frequencies there), never to another dtype."""
-        device = fn(torch.empty(0)).device
-        inv_freq, self.attention_scale = rope_frequencies(self.rotary_dim, self.base)
-        self.inv_freq = inv_freq.float().to(device) if device.type == "mps" else inv_freq.to(device)
-        return super()._apply(fn, recurse)
+    def frequencies(self, length: int, device: torch.device | str = "cpu") -> tuple[Tensor, float]:
+        """inv_freq float64 (planes,) and attention_scale for a sequence of `length` tokens.
 
-    def rotation(self, positions: Tensor) -> Callable[[Tensor], Tensor]:
-        cos, sin = rotary_tables(positions, self.inv_freq, self.attention_scale)
+        Computed anew each pass, on the device: as a buffer they would follow .bfloat16() and .half().
+        """
+        inv_freq = plain_frequencies(self.rotary_dim, self.base, device)
+        if self.scaling is None:
+            return inv_freq, 1.0
+        return scaled(inv_freq, self.base, self.scaling, self.train_length, length)
+
+    def rotation(self, positions: Tensor, length: int) -> Callable[[Tensor], Tensor]:
+        cos, sin = rotary_tables(positions, *self.frequencies(length, positions.device))
         return lambda x: apply_rotation(x, cos, sin, self.layout)
+
+    def regime(self, length: int) -> Hashable:
+        return None if self.scaling is None else regime(self.scaling, self.train_length, length)
+
+
+class ALiBi(PositionScheme):
+    """Attention with linear biases: -slope · distance, a slope a head (Press et al. 2021, section 3). No weights."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.n_head = config.n_head
+
+    def slopes(self, device: torch.device | str = "cpu") -> Tensor:
+        """float32 (H,): 2^(-8h/H) for H a power of two, else those of the power below, then every other of the next.
+
+        So do the authors in their code; the paper has powers of two only.
+        """
+        below = 2 ** math.floor(math.log2(self.n_head))
+        exponents = torch.arange(1, below + 1, device=device) * (8 / below)
+        others = (2 * torch.arange(self.n_head - below, device=device) + 1) * (4 / below)
+        return 2.0 ** -torch.cat((exponents, others))
+
+    def bias(self, queries: Tensor, query_positions: Tensor, key_positions: Tensor) -> Tensor:
+        distance = (query_positions[:, None] - key_positions).float()
+        return -self.slopes(queries.device)[:, None, None] * distance
+
+
+class T5Bias(PositionScheme):
+    """A learned bias a head and bucket of distances, one table for all layers (Raffel et al. 2019, section 2.1).
+
+    Half of the buckets hold one distance each, the others widen logarithmically up to max_distance, and the last one
+    holds all beyond: T5's causal (decoder) buckets. T5 leaves out the 1/√head_dim of the scores; here it stays, so that
+    models differ in their positions only.
+    """
+
+    def __init__(self, config, *, buckets: int = 32, max_distance: int = 128):
+        super().__init__(config)
+        if buckets < 2:
+            raise ValueError(f"pos.buckets={buckets}: must be at least 2")
+        if max_distance <= buckets // 2:
+            raise ValueError(f"pos.max_distance={max_distance}: must be above half of pos.buckets={buckets}")
+        self.buckets, self.max_distance = buckets, max_distance
+        self.table = nn.Parameter(torch.empty(buckets, config.n_head))
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.table, std=0.02)
+
+    def bucket(self, distance: Tensor) -> Tensor:
+        """int64 distances of at least 0 -> int64 buckets."""
+        exact = self.buckets // 2
+        growth = math.log(self.max_distance / exact)
+        far = exact + ((distance.clamp(min=1) / exact).log() / growth * (self.buckets - exact)).floor().long()
+        return torch.where(distance < exact, distance, far.clamp(max=self.buckets - 1))
+
+    def bias(self, queries: Tensor, query_positions: Tensor, key_positions: Tensor) -> Tensor:
+        # By distance first: the table is read (and its gradient summed) for Tk distances, not Tq · Tk pairs.
+        by_distance = self.table[self.bucket(key_positions)].T.float()  # (H, Tk), key_positions being 0 ... Tk - 1
+        return by_distance[:, (query_positions[:, None] - key_positions).clamp(min=0)]
+
+
+class ShawRelative(PositionScheme):
+    """Learned vectors for each clipped distance, added to keys and to values (Shaw et al. 2018, equations 3 to 5).
+
+    One pair of tables for all heads and layers. The queries meet the max_distance + 1 vectors, not a (Tq, Tk, head_dim)
+    tensor of them (section 3.3), and the attention weights are summed by distance before they meet the value vectors.
+    """
+
+    def __init__(self, config, *, max_distance: int = 16):
+        super().__init__(config)
+        if max_distance < 1:
+            raise ValueError(f"pos.max_distance={max_distance}: must be at least 1")
+        self.max_distance, self.head_dim = max_distance, config.head_dim
+        self.key_table = nn.Parameter(torch.empty(max_distance + 1, config.head_dim))
+        self.value_table = nn.Parameter(torch.empty(max_distance + 1, config.head_dim))
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.key_table, std=0.02)
+        nn.init.normal_(self.value_table, std=0.02)
+
+    def bias(self, queries: Tensor, query_positions: Tensor, key_positions: Tensor) -> Tensor:
+        B, H = queries.shape[:2]
+        by_distance = queries @ self.key_table.to(queries.dtype).T / math.sqrt(self.head_dim)  # (B, H, Tq, distances)
+        distance = (query_positions[:, None] - key_positions).clamp(0, self.max_distance)  # (Tq, Tk)
+        return by_distance.gather(-1, distance.expand(B, H, -1, -1))
+
+    def values(self, weights: Tensor, query_positions: Tensor, key_positions: Tensor) -> Tensor:
+        B, H = weights.shape[:2]
+        key_at = query_positions[:, None] - torch.arange(self.max_distance, device=weights.device)  # (Tq, max_distance)
+        near = weights.gather(-1, key_at.clamp(min=0).expand(B, H, -1, -1)) * (key_at >= 0)
+        far = weights.sum(dim=-1, keepdim=True) - near.sum(dim=-1, keepdim=True)
+        return torch.cat((near, far), dim=-1) @ self.value_table.to(weights.dtype)
 
 
 SCHEMES: dict[str, type[PositionScheme]] = {
     "learned": LearnedPositions,
-    "none": PositionScheme,
     "rope": RotaryPositions,
+    "sinusoidal": SinusoidalPositions,
+    "none": PositionScheme,
+    "alibi": ALiBi,
+    "t5": T5Bias,
+    "shaw": ShawRelative,
 }
 
 
 def complete_scheme(pos: dict) -> dict:
     """The scheme's name and all of its keys, defaults filled in. Raises ValueError for names and keys unknown."""
-    if not isinstance(pos, dict) or "name" not in pos:
-        raise ValueError(f"pos={pos!r}: must be a mapping with a name out of {', '.join(SCHEMES)}")
-    name, given = pos["name"], {key: value for key, value in pos.items() if key != "name"}
-    if name not in SCHEMES:
-        raise ValueError(f"pos={name!r}: known schemes are {', '.join(SCHEMES)}")
-    known = {key: p.default for key, p in inspect.signature(SCHEMES[name]).parameters.items() if key != "config"}
-    for key, value in given.items():
-        if key not in known:
-            raise ValueError(f"pos.{key}: {name} has no such key; it knows {', '.join(known) or 'none'}")
+    name, known = lookup("pos", SCHEMES, pos)
+    done = {key: pos.get(key, default) for key, default in known.items()}
+    for key, value in done.items():
         kind = type(known[key])
         if kind is float and type(value) is int:
-            given[key] = float(value)
+            done[key] = float(value)
         elif type(value) is not kind:
             raise ValueError(f"pos.{key}={value!r}: must be of type {kind.__name__}, as {known[key]!r} is")
-    return {"name": name, **known, **given}
+    return {"name": name, **done}
+
+
+def check_scaling(config) -> dict | None:
+    """The config's scaling with its defaults filled in; None for none. Raises ValueError where it cannot apply."""
+    if config.scaling is None or config.scaling == {"name": "none"}:
+        return None
+    if not SCHEMES[config.pos["name"]].rotates:
+        rotating = ", ".join(name for name, scheme in SCHEMES.items() if scheme.rotates)
+        raise ValueError(
+            f"scaling={config.scaling.get('name')!r} on pos={config.pos['name']}: it has no frequencies to scale; use "
+            f"scaling=none, or a scheme that rotates ({rotating})"
+        )
+    planes = round(config.head_dim * config.pos["rotary_fraction"]) // 2
+    return complete_scaling(config.scaling, planes)
 
 
 def build_scheme(config) -> PositionScheme:

@@ -3,6 +3,14 @@
 import torch
 from torch import Tensor
 
+from model.scaling import complete_scaling, scaled
+
+
+def plain_frequencies(rotary_width: int, base: float, device: torch.device | str = "cpu") -> Tensor:
+    """RoPE's base^(-2i / rotary_width), float64 (rotary_width / 2,) in radians a position (float32 on Apple's GPU)."""
+    dtype = torch.float32 if torch.device(device).type == "mps" else torch.float64
+    return base ** -(torch.arange(0, rotary_width, 2, dtype=dtype, device=device) / rotary_width)
+
 
 def rope_frequencies(
     head_dim: int,
@@ -13,18 +21,22 @@ def rope_frequencies(
 ) -> tuple[Tensor, float]:
     """The angle each plane turns by from one position to the next, and a factor on both cos and sin.
 
-    head_dim is the rotary width, even. Returns inv_freq, float64 (head_dim / 2,) in radians a position,
-    inv_freq[i] = base^(-2i / head_dim), and attention_scale (1.0 without scaling). Raises ValueError for an odd width,
-    a base that is not above 1, and a scaling that is not known.
+    head_dim is the rotary width, even. scaling: a name and its keys (model/scaling.py); it needs train_length, the
+    longest window seen in training, and looks at length, the tokens of the sequence (None: train_length).
+    Returns inv_freq, float64 (head_dim / 2,), and attention_scale (1.0 without scaling). Raises ValueError for an odd
+    width, a base that is not above 1, and a scaling that is not known or lacks train_length.
     """
-    if head_dim < 2 or head_dim % 2:
+    if type(head_dim) is not int or head_dim < 2 or head_dim % 2:
         raise ValueError(f"head_dim={head_dim}: dimensions turn in pairs, so it must be even and at least 2")
     if not 1 < base < float("inf"):
         raise ValueError(f"pos.base={base}: must be a finite number above 1")
-    if scaling is not None:
-        raise ValueError(f"scaling={scaling!r}: no frequency scaling is known; use scaling=none")
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float64, device="cpu") / head_dim
-    return base**-exponents, 1.0
+    inv_freq = plain_frequencies(head_dim, base)
+    if scaling is None or scaling == {"name": "none"}:
+        return inv_freq, 1.0
+    if train_length is None:
+        raise ValueError(f"scaling={scaling.get('name')!r} needs train_length, the longest window seen in training")
+    completed = complete_scaling(scaling, head_dim // 2)
+    return scaled(inv_freq, base, completed, train_length, train_length if length is None else length)
 
 
 def rotary_tables(positions: Tensor, inv_freq: Tensor, attention_scale: float = 1.0) -> tuple[Tensor, Tensor]:
@@ -39,26 +51,46 @@ def rotary_tables(positions: Tensor, inv_freq: Tensor, attention_scale: float = 
     return angles.cos() * attention_scale, angles.sin() * attention_scale
 
 
+def _turn(x: Tensor, cos: Tensor, sin: Tensor, layout: str) -> Tensor:
+    planes = cos.shape[-1]
+    if layout == "half":
+        first, second = slice(0, planes), slice(planes, 2 * planes)
+    else:
+        first, second = slice(0, 2 * planes, 2), slice(1, 2 * planes, 2)
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    cos, sin, wide = cos.to(dtype), sin.to(dtype), x.to(dtype)
+    factors = torch.ones((cos.shape[0], x.shape[-1]), dtype=dtype, device=x.device)  # 1: what does not turn
+    factors[:, first], factors[:, second] = cos, cos
+    out = wide * factors
+    out[..., first].addcmul_(wide[..., second], -sin)
+    out[..., second].addcmul_(wide[..., first], sin)
+    return out.to(x.dtype)
+
+
+class _Rotation(torch.autograd.Function):
+    """Its backward pass is the rotation the other way: half the time of what autograd makes of the slices."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor, layout: str) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        ctx.layout = layout
+        return _turn(x, cos, sin, layout)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple:
+        cos, sin = ctx.saved_tensors
+        return _Rotation.apply(grad, cos, -sin, ctx.layout), None, None, None
+
+
 def apply_rotation(x: Tensor, cos: Tensor, sin: Tensor, layout: str = "half") -> Tensor:
     """Turn the first 2 · planes dimensions of x (..., T, head_dim); the others pass through. Same dtype as x.
 
     Computed in float64 where x is float64, else in float32. layout `half` pairs dimensions (i, i + planes), as Llama's
-    and GPT-NeoX's code does; `interleaved` pairs (2i, 2i + 1), as the paper does.
+    and GPT-NeoX's code does; `interleaved` pairs (2i, 2i + 1), as the paper does. Gradients reach x only.
     """
-    dtype = torch.promote_types(x.dtype, torch.float32)
-    cos, sin = cos.to(dtype), sin.to(dtype)
-    planes = cos.shape[-1]
-    turning, rest = x[..., : 2 * planes].to(dtype), x[..., 2 * planes :]
-    if layout == "half":
-        a, b = turning[..., :planes], turning[..., planes:]
-        turned = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
-    elif layout == "interleaved":
-        a, b = turning[..., 0::2], turning[..., 1::2]
-        turned = torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)
-    else:
+    if layout not in ("half", "interleaved"):
         raise ValueError(f"layout={layout!r}: known layouts are half, interleaved")
-    turned = turned.to(x.dtype)
-    return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned
+    return _Rotation.apply(x, cos, sin, layout)
 
 
 def rotate(

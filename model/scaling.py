@@ -24,6 +24,8 @@ from collections.abc import Callable, Hashable
 import torch
 from torch import Tensor
 
+from model.registry import lookup
+
 Scaled = tuple[Tensor, float]
 
 
@@ -153,6 +155,12 @@ REGIMES: dict[str, Callable[[int, int], Hashable]] = {
 }
 
 
+def scaled(inv_freq: Tensor, base: float, scaling: dict, train_length: int, length: int) -> Scaled:
+    """The frequencies under a completed scaling."""
+    keys = {key: value for key, value in scaling.items() if key != "name"}
+    return SCALINGS[scaling["name"]](inv_freq, base, train_length, length, **keys)
+
+
 def regime(scaling: dict, train_length: int, length: int) -> Hashable:
     """Equal for two lengths exactly where a completed scaling returns the same for both; None where it always does.
 
@@ -192,16 +200,7 @@ def complete_scaling(scaling: dict, planes: int) -> dict:
 
     planes: half of the rotary width, the length of keys that hold one number a plane.
     """
-    if not isinstance(scaling, dict) or "name" not in scaling:
-        raise ValueError(f"scaling={scaling!r}: must be a mapping with a name out of {', '.join(SCALINGS)}")
-    name = scaling["name"]
-    if not isinstance(name, str) or name not in SCALINGS:
-        raise ValueError(f"scaling={name!r}: known scalings are {', '.join(SCALINGS)}; none is plain RoPE")
-    parameters = inspect.signature(SCALINGS[name]).parameters.values()
-    known = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
-    for key in scaling:
-        if key != "name" and key not in known:
-            raise ValueError(f"scaling.{key}: {name} has no such key; it knows {', '.join(known)}")
+    name, known = lookup("scaling", SCALINGS, scaling)
     done = {key: _check_value(name, key, scaling.get(key, default), default, planes) for key, default in known.items()}
     for lower, upper in (("beta_slow", "beta_fast"), ("low", "high")):
         if lower in done and done[lower] >= done[upper]:

@@ -7,7 +7,11 @@ from model import GPT, GPTConfig
 from model.positions import SCHEMES
 
 # keys worth testing beside a scheme's defaults; a scheme that is not listed is tested with its defaults
-VARIANTS = {"rope": [{}, {"layout": "interleaved"}, {"rotary_fraction": 0.5}, {"base": 500.0}]}
+VARIANTS = {
+    "rope": [{}, {"layout": "interleaved"}, {"rotary_fraction": 0.5}, {"base": 500.0}],
+    "t5": [{}, {"buckets": 6, "max_distance": 20}],
+    "shaw": [{}, {"max_distance": 3}],
+}
 ALL_SCHEMES = [{"name": name, **keys} for name in SCHEMES for keys in VARIANTS.get(name, [{}])]
 
 

@@ -91,5 +91,5 @@ def test_a_state_file_cannot_run_code(tmp_path):
 
 
 def test_a_config_cannot_name_a_class_to_import(tmp_path):
-    with pytest.raises(ValueError, match="known schemes are"):
+    with pytest.raises(ValueError, match="known names are"):
         GPTConfig(vocab_size=61, pos={"name": "os.system"})

@@ -90,9 +90,11 @@ def test_hooks_keep_shapes(pos):
     positions = torch.arange(3, 8)
     rows, heads = torch.randn(2, 5, 64).double(), torch.randn(2, 4, 5, 16).double()
     assert model.pos.embed(rows, positions).shape == rows.shape
-    assert model.pos.rotation(positions)(heads).shape == heads.shape
-    bias = model.pos.bias(positions, torch.arange(8))
-    assert bias is None or bias.shape == (4, 5, 8)
+    assert model.pos.rotation(positions, 8)(heads).shape == heads.shape
+    if model.pos.biased:
+        assert model.pos.bias(heads, positions, torch.arange(8)).shape in ((4, 5, 8), (2, 4, 5, 8))
+    if model.pos.weighs_values:
+        assert model.pos.values(torch.rand(2, 4, 5, 8).double(), positions, torch.arange(8)).shape == heads.shape
 
 
 def test_learned_positions_end_with_their_table():
@@ -122,7 +124,7 @@ def test_rope_logits_depend_on_distances_only(pos):
     tokens = random_tokens(model, 1, 20)
     expected = model(tokens)
     real = model.pos.rotation
-    model.pos.rotation = lambda positions: real(positions + 100_000)
+    model.pos.rotation = lambda positions, length: real(positions + 100_000, length)
     torch.testing.assert_close(model(tokens), expected, rtol=0, atol=1e-8)
 
 
@@ -135,7 +137,7 @@ def test_check_sees_new_keys_rotated_from_position_zero(chunks, monkeypatch):
     tokens = random_tokens(model, 2, 24)
     full = model(tokens)
     real = model.pos.rotation
-    monkeypatch.setattr(model.pos, "rotation", lambda positions: real(positions - positions[0]))
+    monkeypatch.setattr(model.pos, "rotation", lambda positions, length: real(positions - positions[0], length))
     assert (model(tokens) - full).abs().max() < 1e-12  # invisible without a cache
     assert (cached_logits(model, tokens, chunks) - full).abs().max() > 0.01
 
@@ -151,7 +153,7 @@ def test_check_sees_cached_keys_rotated_again(chunks, monkeypatch):
 
     def again(self, layer, keys, values):
         held = self.keys[layer, :, :, : self.length]
-        held.copy_(model.pos.rotation(torch.arange(self.length))(held))
+        held.copy_(model.pos.rotation(torch.arange(self.length), self.length)(held))
         return real(self, layer, keys, values)
 
     monkeypatch.setattr(KVCache, "append", again)
@@ -163,11 +165,11 @@ def test_a_new_scheme_needs_one_class_and_one_line(monkeypatch):
     """The README's example: a linear distance penalty (Press et al. 2021) with one slope for all heads."""
 
     class Slope(PositionScheme):
-        def __init__(self, config, slope: float = 0.1):
+        def __init__(self, config, *, slope: float = 0.1):
             super().__init__(config)
             self.slope, self.n_head = slope, config.n_head
 
-        def bias(self, query_positions, key_positions):
+        def bias(self, queries, query_positions, key_positions):
             distance = (query_positions[:, None] - key_positions).float()
             return (-self.slope * distance).expand(self.n_head, -1, -1)
 
@@ -183,7 +185,7 @@ def test_a_new_scheme_needs_one_class_and_one_line(monkeypatch):
 @pytest.mark.parametrize(
     ("pos", "words"),
     [
-        ({"name": "rop"}, "known schemes are .*rope"),
+        ({"name": "rop"}, "known names are .*rope"),
         ({}, "must be a mapping"),
         ("rope", "must be a mapping"),
         ({"name": "rope", "bas": 10.0}, r"pos\.bas.*base"),

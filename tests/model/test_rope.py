@@ -102,19 +102,19 @@ def test_dimensions_past_the_planes_are_untouched():
 def test_angles_are_beyond_the_reach_of_a_models_dtype(change):
     positions = torch.tensor([0, 1, 1023, 1_000_003])
     model = small_model({"name": "rope"}, torch.float32)
-    expected = rotary_tables(positions, model.pos.inv_freq)
+    expected = rotary_tables(positions, *model.pos.frequencies(32))
     changed = getattr(model, change)()
-    assert changed.pos.inv_freq.dtype == torch.float64
-    for table, wanted in zip(rotary_tables(positions, changed.pos.inv_freq), expected, strict=True):
+    assert changed.pos.frequencies(32)[0].dtype == torch.float64
+    for table, wanted in zip(rotary_tables(positions, *changed.pos.frequencies(32)), expected, strict=True):
         assert torch.equal(table, wanted)
 
 
 def test_angles_are_beyond_the_reach_of_autocast():
     model = small_model({"name": "rope"}, torch.float32)
     x, positions = torch.randn(1, 4, 3, 16), torch.tensor([1, 1023, 1_000_003])
-    outside = model.pos.rotation(positions)(x)
+    outside = model.pos.rotation(positions, 32)(x)
     with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(model.pos.rotation(positions)(x), outside)
+        assert torch.equal(model.pos.rotation(positions, 32)(x), outside)
 
 
 def test_bfloat16_vectors_are_only_rounded_once():

@@ -1,0 +1,85 @@
+"""Causal attention as functions of queries (B, H, Tq, head_dim), keys and values (B, Hkv, Tk, head_dim).
+
+The queries are the last Tq of the Tk positions: with a cache there are fewer queries than keys.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from model.positions import PositionScheme
+
+# The largest score block of one sequence that is formed at once, in numbers: 32 MiB of float32. A bias for all of
+# 12 heads and 8,192 tokens would be a hundred times that.
+BLOCK = 2**23
+# Tokens that linear attention treats as a small quadratic attention before their sums join the state.
+CHUNK = 128
+
+
+def softmax_attention(
+    q: Tensor, k: Tensor, v: Tensor, scheme: PositionScheme, positions: Tensor, dropout: float = 0.0
+) -> Tensor:
+    """softmax(q kᵀ / √head_dim + bias) v, (B, H, Tq, head_dim), each query seeing the keys up to its own position.
+
+    positions: int64 (Tk,), of the keys. A biased scheme is evaluated in blocks of queries, so that no (H, Tq, Tk) bias
+    exists at once; each block stops at the last key it can see.
+    """
+    Tq, Tk = q.shape[2], k.shape[2]
+    grouped = q.shape[1] != k.shape[1]
+    if not scheme.biased:
+        mask, causal = None, False
+        if Tq == Tk:
+            causal = Tq > 1
+        elif Tq > 1:  # is_causal would align its triangle with the first key, not the last
+            mask = positions <= positions[Tk - Tq :, None]
+        return F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=causal, enable_gqa=grouped)
+    if scheme.weighs_values and grouped:
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    rows = max(16, BLOCK // (q.shape[1] * Tk))
+    blocks = []
+    for start in range(0, Tq, rows):
+        part = q[:, :, start : start + rows]
+        seen = Tk - Tq + start + part.shape[2]
+        at, key_positions = positions[seen - part.shape[2] : seen], positions[:seen]
+        bias = scheme.bias(part, at, key_positions).masked_fill(key_positions > at[:, None], -math.inf).to(q.dtype)
+        bias = bias if bias.ndim == 4 else bias[None]
+        if not scheme.weighs_values:
+            blocks.append(
+                F.scaled_dot_product_attention(part, k[:, :, :seen], v[:, :, :seen], bias, dropout, enable_gqa=grouped)
+            )
+            continue
+        scores = part @ k[:, :, :seen].mT / math.sqrt(q.shape[-1]) + bias
+        weights = F.dropout(scores.softmax(dim=-1, dtype=torch.promote_types(q.dtype, torch.float32)), dropout)
+        weights = weights.to(q.dtype)
+        blocks.append(weights @ v[:, :, :seen] + scheme.values(weights, at, key_positions))
+    return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=2)
+
+
+def linear_attention(q: Tensor, k: Tensor, v: Tensor, rotate, state: tuple[Tensor, Tensor] | None = None):
+    """Attention whose cost grows with T instead of T² (Katharopoulos et al. 2020), with RoPE (Su et al. 2021, eq. 19).
+
+    Feature map φ(x) = elu(x) + 1. The output of position m is Σ_n (R_m φ(q_m))·(R_n φ(k_n)) v_n / Σ_n φ(q_m)·φ(k_n),
+    n ≤ m: the rotation acts after the feature map, and the normaliser, which has to stay positive, is not rotated.
+    q, k, v not yet rotated, as many heads each. state: the sums over all earlier tokens, of R φ(k) vᵀ
+    (B, H, head_dim, head_dim) and of φ(k) (B, H, head_dim). Returns the output, (B, H, T, head_dim) in q's dtype, and
+    the state after these tokens. Sums are kept in float32 or better, outside autocast.
+    """
+    with torch.autocast(q.device.type, enabled=False):
+        dtype = torch.promote_types(q.dtype, torch.float32)
+        features_q, features_k = (F.elu(x.to(dtype)) + 1 for x in (q, k))
+        turned_q, turned_k, values = rotate(features_q), rotate(features_k), v.to(dtype)
+        if state is None:
+            shape = (*q.shape[:2], q.shape[3])
+            state = values.new_zeros(*shape, q.shape[3]), values.new_zeros(shape)
+        sums, norms = state
+        outputs = []
+        for start in range(0, q.shape[2], CHUNK):
+            part = slice(start, start + CHUNK)
+            rq, rk, x = turned_q[:, :, part], turned_k[:, :, part], values[:, :, part]
+            scores = (rq @ rk.mT).tril()
+            normaliser = features_k[:, :, part].cumsum(dim=2) + norms[:, :, None]  # (B, H, chunk, head_dim)
+            outputs.append((scores @ x + rq @ sums) / (features_q[:, :, part] * normaliser).sum(dim=-1, keepdim=True))
+            sums, norms = sums + rk.mT @ x, normaliser[:, :, -1]
+        return torch.cat(outputs, dim=2).to(q.dtype), (sums, norms)
