@@ -143,6 +143,13 @@ def resumed_config(config: DictConfig, overrides: list[str]) -> DictConfig:
     return checked(saved, TrainConfig)
 
 
+def from_source(config: DictConfig) -> DictConfig:
+    """Where a run starts from another's weights under a scaling, its formulas start from that one's length."""
+    if config.init_from and config.scaling is not None and config.model.original_length is None:
+        config.model.original_length = read_gpt_config(latest_checkpoint(config.init_from)).original_length
+    return config
+
+
 def check_settings(config: DictConfig, ranks: Ranks) -> GPTConfig:
     """Everything that can be known to be wrong before any work is done. Raises ValueError naming the setting."""
     t, v = config.train, config.val
@@ -517,8 +524,7 @@ def main(config: DictConfig) -> float:
         config = checked(config, TrainConfig)
         if config.resume:
             config = resumed_config(config, list(hydra_config.overrides.task))
-        if config.init_from and config.scaling is not None and config.model.original_length is None:
-            config.model.original_length = read_gpt_config(latest_checkpoint(config.init_from)).original_length
+        config = from_source(config)
         config.wandb.group = config.wandb.group or hydra_config.runtime.choices.get("experiment")
         gpt_config = check_settings(config, ranks)
         trainer = Trainer(config, gpt_config, Path(ranks.share(str(folder))), ranks)

@@ -14,6 +14,7 @@ from data import DataConfig
 from eval import EvalConfig
 from model import GPT, GPTConfig
 from model.positions import SCHEMES
+from model.scaling import SCALINGS, complete_scaling
 from runs import Ranks, checked
 from train import TrainConfig, check_settings
 
@@ -33,7 +34,9 @@ def test_every_choice_composes_and_builds(group, choice, monkeypatch):
     # GPT-2's vocabulary needs a download; its size is all that is needed here
     sizes = {"bytes": 257, "gpt2": 50257}
     monkeypatch.setattr("train.get_tokenizer", lambda name: type("T", (), {"vocab_size": sizes[name]}))
-    config = composed(f"{group}={choice}")
+    # LongRoPE's divisors come from a search: there are no defaults to build with
+    needed = [f"scaling.{side}={[1.0] * 32}" for side in ("short", "long")] if choice == "longrope" else []
+    config = composed(f"{group}={choice}", *needed)
     gpt_config = check_settings(config, Ranks())
     DataConfig(**config.data)
     with torch.device("meta"):
@@ -41,8 +44,8 @@ def test_every_choice_composes_and_builds(group, choice, monkeypatch):
     assert model.pos.__class__ is SCHEMES[config.pos.name]
     if group != "experiment" and group != "preset":
         chosen = OmegaConf.load(CONFIGS / group / f"{choice}.yaml")
-        for key, value in (chosen if group != "scaling" else {}).items():
-            assert config[group][key] == value  # a chosen group wins over the primary file
+        for key, value in chosen.items():
+            assert config[group][key] == value or needed  # a chosen group wins over the primary file
 
 
 def test_every_scheme_has_a_file_that_lists_its_keys():
@@ -50,6 +53,15 @@ def test_every_scheme_has_a_file_that_lists_its_keys():
     assert set(files) == set(SCHEMES)
     for name, keys in files.items():
         assert keys == GPTConfig(vocab_size=2, pos={"name": name}).pos
+
+
+def test_every_scaling_has_a_file_that_lists_its_keys():
+    files = {path.stem: OmegaConf.to_container(OmegaConf.load(path)) for path in (CONFIGS / "scaling").glob("*.yaml")}
+    assert set(files) == {"none", *SCALINGS}
+    for name, keys in files.items():
+        if name not in ("none", "longrope"):
+            assert keys == complete_scaling({"name": name}, 32)
+    assert set(files["longrope"]) == {"name", "factor", "short", "long"}
 
 
 def test_every_corpus_kind_has_a_file():
@@ -105,6 +117,11 @@ def test_presets_are_the_documented_sizes():
         ("model.head_dim=63", r"model\.head_dim=63"),
         ("model.n_kv_head=3", r"model\.n_kv_head=3"),
         ("model.dropout=2", r"model\.dropout=2"),
+        ("model.attention=fast", r"model\.attention='fast'"),
+        ("scaling=yar", "Could not find 'scaling/yar'"),
+        ("scaling=longrope", r"scaling\.short=None"),
+        ("+scaling={name: yarn, beta: 3}", r"scaling\.beta"),
+        ("init_table=stretch", r"init_table='stretch'"),
         ("+pos.bas=3", r"pos\.bas"),
         ("pos.base=-3", r"pos\.base=-3"),
         ("tokenizer.name=gpt9", r"tokenizer\.name='gpt9'"),

@@ -17,8 +17,9 @@ import train
 from data import draw_batch
 from eval import EvalConfig, evaluate_runs
 from model import GPT, GPTConfig, load_run
+from model.positions import SCHEMES
 from runs import MetricsFile, Ranks, checked
-from train import NonFiniteLoss, TrainConfig, Trainer, check_settings, lr_at, resumed_config
+from train import NonFiniteLoss, TrainConfig, Trainer, check_settings, from_source, lr_at, resumed_config
 
 REPOSITORY = Path(__file__).parents[1]
 TINY = [
@@ -205,6 +206,68 @@ def test_a_run_can_start_from_anothers_weights(corpus, tmp_path):
         torch.testing.assert_close(tensor, weights(tmp_path / "first")[name], rtol=0, atol=1e-9)
     with pytest.raises(ValueError, match="do not fit"):
         run(tmp_path / "third", *TINY, *corpus, f"init_from={tmp_path / 'first'}", "model.n_layer=2")
+
+
+@pytest.mark.parametrize("pos", SCHEMES)
+def test_every_scheme_trains_and_is_measured_past_its_training_length(pos, corpus, tmp_path):
+    for attention in ("softmax", "linear"):
+        if attention == "linear" and SCHEMES[pos].biased:
+            continue
+        folder = tmp_path / attention
+        run(folder, *TINY, *corpus, f"pos={pos}", f"model.attention={attention}", "train.lr=1e-2", "train.max_steps=8")
+        losses = [row["train/loss"] for row in metrics(folder) if "train/loss" in row]
+        assert losses[-1] < losses[0]
+        rows = {row["length"]: row["perplexity"] for row in measure(f"runs={folder}", "lengths=[16,64]")[0]["rows"]}
+        assert math.isfinite(rows[16])
+        assert (rows[64] is None) == (pos == "learned")
+
+
+@pytest.mark.parametrize("scaling", ["linear", "ntk", "dynamic", "yarn", "llama3"])
+def test_trained_weights_are_stretched_at_evaluation(scaling, two_runs):
+    settings = [f"runs={two_runs / 'rope'}", "lengths=[16,64]", f"out={two_runs.parent / scaling}"]
+    plain, scaled = measure(*settings)[0], measure(*settings, f"scaling={scaling}")[0]
+    assert scaled["scaling"]["name"] == scaling
+    # an open factor is length / training length: 1 at the first length, 4 at the second
+    assert scaled["rows"][0]["nll"] == plain["rows"][0]["nll"]
+    assert scaled["rows"][1]["nll"] != plain["rows"][1]["nll"]
+    fixed = measure(*settings, f"scaling={scaling}", "scaling.factor=4")[0]
+    if scaling != "dynamic":  # whose factor is another one
+        assert fixed["rows"][1]["nll"] == scaled["rows"][1]["nll"]
+        assert fixed["rows"][0]["nll"] != plain["rows"][0]["nll"]
+    with pytest.raises(ValueError, match=r"on pos=learned: it has no frequencies to scale"):
+        measure(f"runs={two_runs / 'learned'}", f"scaling={scaling}")
+
+
+def test_a_run_goes_on_under_a_scaling_at_a_longer_length(corpus, tmp_path):
+    run(tmp_path / "short", *TINY, *corpus)
+    start = [f"init_from={tmp_path / 'short'}", "model.train_length=64", "scaling=yarn"]
+    config = from_source(composed(*TINY, *corpus, *start))
+    assert config.model.original_length == 16
+    trainer = Trainer(config, check_settings(config, Ranks()), tmp_path / "long", Ranks())
+    plain = GPTConfig(vocab_size=257, n_layer=1, n_head=2, head_dim=8, train_length=16, scaling={"name": "yarn"})
+    assert torch.equal(trainer.model.pos.frequencies(64)[0], GPT(plain).pos.frequencies(64)[0])
+    (tmp_path / "long").mkdir()
+    trainer.train()
+    result = measure(f"runs={tmp_path / 'long'}", "lengths=[16,64]")[0]
+    assert (result["train_length"], result["scaling"]["name"]) == (64, "yarn")
+
+
+def test_a_learned_table_of_another_length_is_refused_or_stretched_by_name(corpus, tmp_path):
+    run(tmp_path / "short", *TINY, *corpus, "pos=learned")
+    longer = [
+        *TINY,
+        *corpus,
+        "pos=learned",
+        f"init_from={tmp_path / 'short'}",
+        "model.train_length=31",
+        "train.lr=1e-12",
+    ]
+    with pytest.raises(ValueError, match="init_table=interpolate stretches a learned table"):
+        run(tmp_path / "refused", *longer)
+    run(tmp_path / "long", *longer, "init_table=interpolate")
+    short, long = weights(tmp_path / "short")["pos.table"], weights(tmp_path / "long")["pos.table"]
+    torch.testing.assert_close(long[::2], short)  # 16 rows to 31: every other row is an old one
+    torch.testing.assert_close(long[1::2], (short[1:] + short[:-1]) / 2)
 
 
 @pytest.mark.parametrize(

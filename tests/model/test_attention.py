@@ -1,0 +1,165 @@
+"""The attention functions: blocks of queries, and linear attention against its definition."""
+
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import model.attention
+from model import GPTConfig
+from model.attention import linear_attention
+from model.positions import SCHEMES
+from tests.helpers import ALL_SCHEMES, cached_logits, random_tokens, scheme_id, small_model
+
+BIASED = [pos for pos in ALL_SCHEMES if SCHEMES[pos["name"]].biased]
+LINEAR = [pos for pos in ALL_SCHEMES if not SCHEMES[pos["name"]].biased]
+
+
+@pytest.mark.parametrize("pos", BIASED, ids=scheme_id)
+@pytest.mark.parametrize("n_kv_head", [4, 2])
+def test_blocks_of_queries_change_nothing(pos, n_kv_head, monkeypatch):
+    whole = small_model(pos, n_kv_head=n_kv_head)
+    tokens = random_tokens(whole, 2, 100)
+    expected = whole(tokens)
+    expected.square().mean().backward()
+    gradient = {name: parameter.grad.clone() for name, parameter in whole.named_parameters()}
+    whole.zero_grad()
+    monkeypatch.setattr(model.attention, "BLOCK", 1)  # the smallest blocks there are
+    logits = whole(tokens)
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-10)
+    torch.testing.assert_close(cached_logits(whole, tokens, [40, 3]), expected.detach(), rtol=0, atol=1e-9)
+    logits.square().mean().backward()
+    for name, parameter in whole.named_parameters():
+        torch.testing.assert_close(parameter.grad, gradient[name], rtol=1e-6, atol=1e-9, msg=name)
+
+
+PEAK = """
+import resource, sys, torch
+from model import GPT, GPTConfig
+torch.manual_seed(0)
+config = GPTConfig(vocab_size=257, n_layer=1, n_head=12, train_length=64, pos={"name": sys.argv[1]})
+model = GPT(config).eval()
+with torch.inference_mode():
+    model(torch.zeros((1, 64), dtype=torch.int64))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    model(torch.zeros((1, 8192), dtype=torch.int64))
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+
+
+def test_a_long_pass_with_a_bias_needs_no_more_than_twice_ropes_memory():
+    """At 12 heads and 8,192 tokens one whole bias would be 3.2 GB."""
+    repository = Path(__file__).parents[2]
+
+    def peak(pos):
+        done = subprocess.run(
+            [sys.executable, "-c", PEAK, pos], cwd=repository, capture_output=True, text=True, check=True, timeout=200
+        )
+        return int(done.stdout) * (1 if sys.platform == "darwin" else 1024)
+
+    rope = peak("rope")
+    for pos in BIASED:
+        if len(pos) == 1:
+            assert peak(pos["name"]) < 2 * rope, pos
+
+
+def linear_by_hand(q, k, v, angles):
+    """Su et al. 2021, equation 19, one head, one query and one key at a time; planes are (i, i + half)."""
+
+    def phi(x):
+        return torch.tensor([value + 1 if value > 0 else math.exp(value) for value in x.tolist()], dtype=x.dtype)
+
+    def turn(x, position):
+        out, half = x.clone(), len(angles)
+        for i, theta in enumerate(angles):
+            c, s = math.cos(position * theta), math.sin(position * theta)
+            out[i], out[i + half] = x[i] * c - x[i + half] * s, x[i] * s + x[i + half] * c
+        return out
+
+    rows = []
+    for m in range(len(q)):
+        top, bottom = torch.zeros_like(v[0]), 0.0
+        for n in range(m + 1):
+            top += (turn(phi(q[m]), m) @ turn(phi(k[n]), n)) * v[n]
+            bottom += (phi(q[m]) @ phi(k[n])).item()
+        rows.append(top / bottom)
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 128])
+def test_linear_attention_is_its_definition(chunk, monkeypatch):
+    monkeypatch.setattr(model.attention, "CHUNK", chunk)
+    torch.manual_seed(0)
+    scheme = small_model({"name": "rope"}, head_dim=8).pos
+    q, k, v = (torch.randn(2, 3, 11, 8, dtype=torch.float64) for _ in range(3))
+    y, (sums, norms) = linear_attention(q, k, v, scheme.rotation(torch.arange(11), 11))
+    angles = [10000.0 ** (-2 * i / 8) for i in range(4)]
+    for b in range(2):
+        for h in range(3):
+            torch.testing.assert_close(y[b, h], linear_by_hand(q[b, h], k[b, h], v[b, h], angles), rtol=1e-9, atol=1e-9)
+    assert sums.shape == (2, 3, 8, 8)
+    torch.testing.assert_close(norms, (torch.nn.functional.elu(k) + 1).sum(dim=2))
+
+
+@pytest.mark.parametrize("pos", LINEAR, ids=scheme_id)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-9), (torch.float32, 1e-4), (torch.bfloat16, 0.2)])
+@pytest.mark.parametrize("n_kv_head", [4, 2])
+def test_a_running_state_equals_the_full_pass(pos, dtype, tolerance, n_kv_head):
+    net = small_model(pos, dtype, attention="linear", n_kv_head=n_kv_head)
+    tokens = random_tokens(net, 2, net.pos.max_length or 150)
+    with torch.no_grad():
+        full = net(tokens)
+    for chunks in ([], [5, 3], [20]):
+        torch.testing.assert_close(cached_logits(net, tokens, chunks), full, rtol=0, atol=tolerance)
+
+
+def test_a_running_state_does_not_grow():
+    net = small_model({"name": "rope"}, attention="linear")
+    sizes = set()
+    cache = net.new_cache(1, 60)
+    for t in range(60):
+        net(random_tokens(net, 1, 1, seed=t), cache=cache)
+        sizes.add(sum(part.numel() for state in cache._states for part in state))
+    assert sizes == {2 * 4 * (16 * 16 + 16)}
+
+
+def test_a_failed_pass_leaves_the_state_as_it_was(monkeypatch):
+    net = small_model({"name": "rope"}, attention="linear")
+    tokens = random_tokens(net, 1, 9)
+    cache = net.new_cache(1, 9)
+    net(tokens[:, :4], cache=cache)
+    with monkeypatch.context() as patch:
+        patch.setattr(net.blocks[1].mlp, "forward", lambda x: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            net(tokens[:, 4:6], cache=cache)
+    torch.testing.assert_close(net(tokens[:, 4:], cache=cache), net(tokens)[:, 4:].detach(), rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("pos", LINEAR, ids=scheme_id)
+def test_linear_attention_sees_no_later_token(pos):
+    net = small_model(pos, attention="linear")
+    tokens = random_tokens(net, 1, 30)
+    changed = tokens.clone()
+    changed[:, 15:] = (changed[:, 15:] + 7) % 61
+    torch.testing.assert_close(net(changed)[:, :15], net(tokens)[:, :15], rtol=0, atol=1e-12)
+    assert not torch.allclose(net(changed)[:, 15:], net(tokens)[:, 15:])
+
+
+@pytest.mark.parametrize("pos", BIASED, ids=scheme_id)
+def test_linear_attention_refuses_schemes_that_need_a_score_matrix(pos):
+    with pytest.raises(ValueError, match=rf"model\.attention=linear with pos={pos['name']}.*score matrix"):
+        GPTConfig(vocab_size=61, pos=pos, attention="linear")
+    with pytest.raises(ValueError, match=r"model\.attention='fast': known are softmax, linear"):
+        GPTConfig(vocab_size=61, attention="fast")
+
+
+def test_linear_attention_is_kept_in_float32_under_autocast():
+    net = small_model({"name": "rope"}, torch.float32, attention="linear")
+    tokens = random_tokens(net, 1, 40)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        cache = net.new_cache(1, 40)
+        net(tokens, cache=cache)
+    assert {part.dtype for state in cache._states for part in state} == {torch.float32}
