@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
+from tqdm import tqdm
 
 from data import DataConfig, TokenFiles, Tokenizer, get_tokenizer, prepare
 from model import GPT, load_run
@@ -110,12 +111,14 @@ def evaluate_lengths(
     max_targets: int | None = None,
     bytes_per_token: np.ndarray | None = None,
     batch_tokens: int = 16384,
+    progress: bool = False,
 ) -> list[dict]:
     """Mean loss of a text at each context length. Runs under whatever autocast is on; dropout is off.
 
     tokens: integers, 1-D. stride: sliding only, targets scored a window, each with length - stride + 1 to length tokens
     of context. max_targets: score that many, spread over the text (None: all). bytes_per_token: (vocab_size,), adds
-    bits_per_byte. Batches hold about batch_tokens tokens, which changes speed and memory, not results.
+    bits_per_byte. Batches hold about batch_tokens tokens, which changes speed and memory, not results. progress: a bar,
+    where the output is a terminal.
 
     Returns one dict a length: length; nll, nats a token, the sum of all losses over their count; perplexity; stderr,
     the standard error of nll over windows (ratio estimator; None for a single window); scored, the tokens counted.
@@ -124,20 +127,34 @@ def evaluate_lengths(
     """
     tokens = tokens.cpu().numpy() if isinstance(tokens, torch.Tensor) else np.asarray(tokens)
     _check_measurement(tokens, lengths, protocol, stride, max_targets)
+    limit = model.pos.max_length
+    plans = {
+        length: window_spans(len(tokens), lengths, length, protocol, stride, max_targets)
+        for length in lengths
+        if limit is None or length <= limit
+    }
     rows = []
+    bar = tqdm(
+        total=sum(int(spans[:, 1].sum()) for spans in plans.values()),
+        unit="token",
+        unit_scale=True,
+        leave=False,
+        disable=None if progress else True,
+    )
     was_training = model.training
     model.eval()
     try:
         for length in lengths:
-            limit = model.pos.max_length
-            if limit is not None and length > limit:
+            if length not in plans:
                 row = {"nll": None, "perplexity": None, "stderr": None, "scored": 0, "note": f"table ends at {limit}"}
                 if bytes_per_token is not None:
                     row["bits_per_byte"] = None
                 rows.append({"length": length, **row})
                 continue
-            spans = window_spans(len(tokens), lengths, length, protocol, stride, max_targets)
-            losses, counts, n_bytes = _score(model, tokens, length, spans, bytes_per_token, batch_tokens)
+            bar.set_description(f"length {length}", refresh=False)
+            losses, counts, n_bytes = _score(
+                model, tokens, length, plans[length], bytes_per_token, batch_tokens, bar.update
+            )
             nll, stderr = ratio_and_error(losses, counts)
             row = {"length": length, "nll": nll, "perplexity": _exp(nll), "stderr": stderr, "scored": int(counts.sum())}
             if bytes_per_token is not None:
@@ -145,6 +162,7 @@ def evaluate_lengths(
             rows.append(row)
     finally:
         model.train(was_training)
+        bar.close()
     return rows
 
 
@@ -176,6 +194,7 @@ def _score(
     spans: np.ndarray,
     bytes_per_token: np.ndarray | None,
     batch_tokens: int,
+    tick: Callable[[int], Any],
 ) -> tuple[np.ndarray, np.ndarray, int]:
     """Summed loss and count of every window, float64 and int64 (windows,), and the bytes of all scored tokens."""
     device = next(model.parameters()).device
@@ -189,6 +208,7 @@ def _score(
             targets = ids[:, 1:].clone()
             targets[torch.arange(size) < size - torch.from_numpy(batch[:, 2:])] = -100
             nll = model(ids[:, :-1].to(device), targets=targets.to(device), scaling_length=length)
+            tick(len(batch) * int(size))
             losses.append(nll.cpu().double().sum(dim=1).numpy())
             if bytes_per_token is not None:
                 n_bytes += int(bytes_per_token[targets[targets != -100].numpy()].sum())
@@ -217,6 +237,7 @@ def measure_run(
     lengths: Sequence[int],
     precision: str,
     about: dict,
+    progress: bool = False,
     **protocol: Any,
 ) -> dict:
     """evaluate_lengths on the validation split, with everything needed to tell later what was measured.
@@ -225,7 +246,9 @@ def measure_run(
     max_targets of evaluate_lengths.
     """
     with autocast(next(model.parameters()).device, precision):
-        rows = evaluate_lengths(model, files.val, lengths, bytes_per_token=tokenizer.bytes_per_token, **protocol)
+        rows = evaluate_lengths(
+            model, files.val, lengths, bytes_per_token=tokenizer.bytes_per_token, progress=progress, **protocol
+        )
     return {
         **about,
         "pos": model.config.pos,
@@ -402,7 +425,7 @@ def evaluate_runs(config: DictConfig) -> list[dict]:
         name = setting.name if scaling is None else f"{setting.name} {scaling['name']}"
         about = {"run": name, "folder": str(folder), "checkpoint": path.stem}
         about["trained_on"] = setting.provenance.fingerprint
-        results.append(measure_run(model, files, tokenizer, lengths, precision, about, **protocol))
+        results.append(measure_run(model, files, tokenizer, lengths, precision, about, progress=True, **protocol))
     _tell_apart(results)
     print(table(results))
     for note in comparability(results):

@@ -54,7 +54,7 @@ def _run_dir(resume: str | None, name: str) -> str:
         folder = tempfile.mkdtemp(prefix="ropewalk-rank-")
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
         return folder
-    if resume:
+    if resume and (Path(resume) / "config.yaml").is_file():  # else the error about it must not make the folder
         return resume
     stem = Path("outputs") / f"{datetime.now():%Y-%m-%d_%H-%M-%S}_{name.replace(os.sep, '_')}"
     folder, count = stem, 1

@@ -103,7 +103,6 @@ def convert_run(run: str | Path, layout: str, out: str | Path | None = None) -> 
     exists, a file of the run is damaged, or the layout is not known, not new to the run or not the scheme's.
     """
     run = Path(os.path.abspath(Path(run).expanduser()))
-    out = run.with_name(f"{run.name}_{layout}") if out is None else Path(os.path.abspath(Path(out).expanduser()))
     weights = latest_checkpoint(run)
     model = load_weights(weights)
     converted = convert_layout(model, layout)
@@ -117,6 +116,7 @@ def convert_run(run: str | Path, layout: str, out: str | Path | None = None) -> 
         text = convert_config(path.read_text(encoding="utf-8"), source, layout)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
+    out = run.with_name(f"{run.name}_{layout}") if out is None else Path(os.path.abspath(Path(out).expanduser()))
     if os.path.lexists(out):
         raise ValueError(f"out={out}: exists already; choose another folder")
     temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")

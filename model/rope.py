@@ -109,3 +109,9 @@ def rotate(
         raise ValueError(f"{inv_freq.shape[0]} planes need {2 * inv_freq.shape[0]} dimensions, x has {x.shape[-1]}")
     cos, sin = rotary_tables(positions, inv_freq, attention_scale)
     return apply_rotation(x, cos, sin, layout)
+
+
+if __name__ == "__main__":
+    from model.diagnosis import main
+
+    main()

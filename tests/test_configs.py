@@ -150,6 +150,8 @@ def test_new_runs_never_share_a_folder(tmp_path, monkeypatch):
     second = runs._run_dir(None, "a/b")
     assert first != second
     assert Path(first).parent == Path(second).parent == Path("outputs")
-    assert runs._run_dir("outputs/old", "x") == "outputs/old"
+    assert runs._run_dir(first, "x") != first  # no run to resume: the error about it must not need its folder
+    (Path(first) / "config.yaml").touch()
+    assert runs._run_dir(first, "x") == first
     monkeypatch.setenv("RANK", "1")
     assert not Path(runs._run_dir(None, "a")).is_relative_to("outputs")

@@ -389,11 +389,7 @@ def test_a_config_with_interpolations_is_not_read(two_runs, tmp_path):
 
 def command(script: str, *arguments, cwd: Path, launcher=(sys.executable,)) -> subprocess.CompletedProcess:
     return subprocess.run(
-        [*launcher, str(REPOSITORY / script), *arguments],
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        timeout=240,
+        [*launcher, str(REPOSITORY / script), *arguments], cwd=cwd, capture_output=True, text=True, timeout=240
     )
 
 
