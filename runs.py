@@ -235,7 +235,7 @@ def read_config(run: Path) -> DictConfig:
 
 def latest_run(root: Path) -> Path:
     """The run under `root` whose checkpoint is the newest. FileNotFoundError where there is none."""
-    found = [path for path in root.glob("*/checkpoint/*.safetensors") if (path.parents[1] / "config.yaml").exists()]
+    found = [path for path in root.glob("[!.]*/checkpoint/*.safetensors") if (path.parents[1] / "config.yaml").exists()]
     if not found:
         raise FileNotFoundError(f"no run with a checkpoint under {root}/; train one first, or give runs=[<folder>]")
     return max(found, key=lambda path: path.stat().st_mtime_ns).parents[1]

@@ -11,7 +11,7 @@ import logging
 import math
 import time
 import uuid
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -289,7 +289,17 @@ class Trainer:
             )
 
     def _start_from(self, source: Path) -> None:
-        weights = load_run(source).state_dict()
+        """Another run's weights. ValueError where they would mean something else here, even if their shapes fit."""
+        start = load_run(source)
+        other, ours = asdict(start.config), asdict(self.model.config)
+        free = {"train_length", "original_length", "scaling", "dropout"}
+        for config in (other, ours):
+            config["pos"].pop("base", None)
+        differing = [key for key in ours if key not in free and ours[key] != other[key]]
+        if differing:
+            settings = ", ".join(f"{key}={other[key]} there, {ours[key]} here" for key in differing)
+            raise ValueError(f"init_from={source}: its weights are those of another model: {settings}")
+        weights = start.state_dict()
         rows = self.model.config.train_length
         if self.config.init_table == "interpolate" and self.model.config.pos["name"] == "learned":
             # The first and last rows stay the ends, those between are linear mixtures of their two neighbours.

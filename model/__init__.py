@@ -1,7 +1,13 @@
 """The network. Needs torch, numpy and safetensors only: the folder can be copied into another project."""
 
-from model.cache import Cache, KVCache
-from model.checkpoint import load_run
-from model.gpt import GPT, GPTConfig
+from importlib import import_module
 
+_PLACES = {"GPT": "gpt", "GPTConfig": "config", "Cache": "cache", "KVCache": "cache", "load_run": "checkpoint"}
 __all__ = ["GPT", "Cache", "GPTConfig", "KVCache", "load_run"]
+
+
+def __getattr__(name: str):
+    """On first use: `python -m model.rope` then starts without loading itself twice."""
+    if name not in _PLACES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_PLACES[name]}"), name)

@@ -38,7 +38,7 @@ def planes(trained: Tensor, used: Tensor, train_length: int, length: int) -> lis
 
     trained, used: θ in training and at length, float64 (planes,), radians a token. A plane that turns at least once
     within train_length has seen every angle, any other those below train_length · θ (so what lies between two trained
-    positions counts as seen). turns is the ratio r of Peng et al. 2023, equation 17.
+    positions counts as seen). turns is the ratio r of Peng et al. 2023, section 3.2.
     """
     rows = []
     for theta, new_theta in zip(trained.tolist(), used.tolist(), strict=True):
@@ -71,9 +71,9 @@ def precision(q: Tensor, k: Tensor, m: int, n: int, inv_freq: Tensor) -> dict[st
     an angle (radians; inf where the dtype cannot hold it), the score (nan there), and its error against float64.
 
     "all <dtype>" rounds to dtype, each once: θ, position · θ, cos, sin, q, k, every product and sum of the rotation,
-    the products of the score and their sum (added in float32, as torch does). Far out, bfloat16 turns q and k by the
-    same angles: a score of distance 0. "Ropewalk" is model/rope.py on q and k of that dtype: angles in float64, the
-    rotation in float32; the products of the score are added in float32.
+    the products of the score and their sum (added in float32, as torch does). "Ropewalk" is model/rope.py on q and k of
+    that dtype: angles in float64, the rotation in float32; the products of the score are added in float32. (At a
+    million tokens all bfloat16 angles of positions 4 apart may be equal: it then gives the score at distance 0.)
     """
     ways = {}
     for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
