@@ -259,6 +259,7 @@ def measure_run(
         "fingerprint": files.fingerprint,
         "precision": precision,
         **protocol,
+        "stride": protocol["stride"] if protocol["protocol"] == "sliding" else None,
         "rows": rows,
     }
 

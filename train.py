@@ -224,7 +224,7 @@ class Trainer:
         self.config, self.folder, self.ranks = config, folder, ranks
         self.device = pick_device(config.device, ranks.local_rank)
         self.precision = pick_precision(config.precision, self.device)
-        torch.set_float32_matmul_precision("high" if config.train.tf32 else "highest")
+        torch.set_float32_matmul_precision("high" if config.train.tf32 and self.device.type == "cuda" else "highest")
         log.info("preset   %s (%s)", config.preset, _why(config.preset, self.device))
         log.info("device   %s, %s, %d process(es)", self.device, self.precision, ranks.world_size)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from model.positions import PositionScheme
 
-# The largest score block of one sequence that is formed at once, in numbers: 32 MiB of float32. A bias for all of
+# The largest block of biases that is formed at once, in numbers: 32 MiB of float32. A bias for all of
 # 12 heads and 8,192 tokens would be a hundred times that.
 BLOCK = 2**23
 # Tokens that linear attention treats as a small quadratic attention before their sums join the state.
@@ -37,7 +37,8 @@ def softmax_attention(
         return F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=causal, enable_gqa=grouped)
     if scheme.weighs_values and grouped:
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-    rows = max(16, BLOCK // (q.shape[1] * Tk))
+    # Where the weights have to be formed, every sequence has its own, and there are about four such blocks at a time.
+    rows = max(16, BLOCK // (q.shape[1] * Tk * (4 * q.shape[0] if scheme.weighs_values else 1)))
     blocks = []
     for start in range(0, Tq, rows):
         part = q[:, :, start : start + rows]

@@ -7,7 +7,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from model import GPT, GPTConfig
-from tests.helpers import random_tokens, small_model
+from model.positions import SCHEMES
+from tests.helpers import ALL_SCHEMES, random_tokens, scheme_id, small_model
 
 CONFIG = {"vocab_size": 257, "n_layer": 2, "n_head": 2, "head_dim": 64, "train_length": 64}
 
@@ -219,9 +220,19 @@ def test_forward_refuses_shapes():
         model(torch.zeros((2, 3), dtype=torch.int64), targets=torch.zeros((2, 4), dtype=torch.int64))
 
 
-def test_compiled_model_is_the_model():
-    model = small_model({"name": "rope"}, torch.float32)
+@pytest.mark.parametrize("attention", ["softmax", "linear"])
+@pytest.mark.parametrize("pos", ALL_SCHEMES, ids=scheme_id)
+def test_compiled_model_is_the_model_in_one_graph(pos, attention):
+    if attention == "linear" and SCHEMES[pos["name"]].biased:
+        return  # refused, see test_attention
+    model = small_model(pos, torch.float32, attention=attention).train()
     tokens = random_tokens(model, 2, 33)
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
     compiled = torch.compile(model, backend="eager", fullgraph=True)
-    torch.testing.assert_close(compiled(inputs, targets=targets), model(inputs, targets=targets))
+    losses = []
+    for forward in (model, compiled):
+        model.zero_grad()
+        nll = forward(inputs, targets=targets)
+        nll.mean().backward()
+        losses.append((nll.detach(), [parameter.grad for parameter in model.parameters()]))
+    torch.testing.assert_close(losses[1], losses[0])
