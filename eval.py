@@ -314,6 +314,7 @@ def plot(results: list[dict], path: Path) -> None:
     import matplotlib.pyplot as plt
 
     colours = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")  # Okabe and Ito 2008
+    markers = "osDv^<>P*"  # more than colours: no two of the first 63 curves look the same
     figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
     values = []
     for i, result in enumerate(results):
@@ -325,7 +326,9 @@ def plot(results: list[dict], path: Path) -> None:
         ended = next((row["note"] for row in result["rows"] if row["nll"] is None), None)
         if ended:
             label += f" ({ended})"
-        axes.errorbar(lengths, perplexities, yerr=errors, marker="o", capsize=3, color=colour, label=label)
+        axes.errorbar(
+            lengths, perplexities, yerr=errors, marker=markers[i % len(markers)], capsize=3, color=colour, label=label
+        )
         if ended and rows:
             axes.plot(lengths[-1], perplexities[-1], marker="x", markersize=14, markeredgewidth=2.5, color=colour)
         values += perplexities
@@ -349,7 +352,7 @@ def plot(results: list[dict], path: Path) -> None:
     if values and max(values) > 3 * min(values):
         axes.set_yscale("log")
         axes.yaxis.set_minor_formatter(matplotlib.ticker.NullFormatter())
-        axes.yaxis.set_major_locator(matplotlib.ticker.LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_locator(matplotlib.ticker.LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
         axes.yaxis.set_major_formatter(matplotlib.ticker.FormatStrFormatter("%g"))
     axes.set_xticks(all_lengths, [str(length) for length in all_lengths], rotation=45 if len(all_lengths) > 6 else 0)
     axes.xaxis.set_minor_locator(matplotlib.ticker.NullLocator())

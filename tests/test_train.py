@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import shutil
 import subprocess
 import sys
@@ -435,6 +436,22 @@ def test_command_line_from_training_to_the_curve_in_wandb(corpus, tmp_path):
     text = json.dumps(records(second))
     assert "extrapolation/nonoverlapping/perplexity" in text
     assert str(rows[1]["perplexity"]) in text
+
+
+def test_a_failed_run_is_a_failed_run_in_wandb_and_the_next_one_is_not(corpus, tmp_path, monkeypatch):
+    settings = [*TINY, *corpus, "wandb.mode=offline"]
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_evaluate", lambda self, last: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            run(tmp_path / "failed", *settings)
+    run(tmp_path / "whole", *settings)
+    exits = {}
+    for name in ("failed", "whole"):
+        run_id = OmegaConf.load(tmp_path / name / "config.yaml").provenance.wandb_id
+        (folder,) = (tmp_path / "wandb").glob(f"offline-run-*-{run_id}")
+        text = json.dumps(records(folder))
+        exits[name] = re.findall(r'"exit_?[cC]ode": *\\*"?(\d+)', text) or text[-2000:]
+    assert exits == {"failed": ["1"], "whole": ["0"]}
 
 
 def test_multirun_trains_all_jobs_and_reports_the_one_that_fails(corpus, tmp_path):
