@@ -57,9 +57,9 @@ def ntk(inv_freq: Tensor, base: float, train_length: int, length: int, *, factor
 def dynamic(inv_freq: Tensor, base: float, train_length: int, length: int, *, factor: float | None = None) -> Scaled:
     """Dynamic NTK (emozilla 2023): the base b · (s·L/T - (s-1))^(d/(d-2)), L = max(length, T), T = train_length.
 
-    An open factor is 1 here, as the length is in the formula: NTK scaling by L/T. Plain RoPE up to T, whatever s. Past T
-    every new token changes all frequencies: decoding with the cache is exact, but costs what no cache costs, unless the
-    length of the whole sequence is declared (GPT.forward's scaling_length).
+    An open factor is 1 here, as the length is in the formula: NTK scaling by L/T. Plain RoPE up to T, whatever s.
+    Past T every new token changes all frequencies: decoding with the cache is exact, but costs what no cache costs,
+    unless the length of the whole sequence is declared (GPT.forward's scaling_length).
     """
     factor = 1.0 if factor is None else factor
     stretch = 1.0 + factor * (max(length, train_length) / train_length - 1.0)
