@@ -26,8 +26,8 @@ from omegaconf import DictConfig, OmegaConf
 from tqdm import tqdm
 
 from data import DataConfig, TokenFiles, Tokenizer, get_tokenizer, prepare
-from model import GPT, load_run
-from model.checkpoint import latest_checkpoint
+from model import GPT
+from model.checkpoint import latest_checkpoint, load_weights
 from runs import (
     WandbRun,
     autocast,
@@ -37,9 +37,10 @@ from runs import (
     pick_device,
     pick_precision,
     plain_number,
-    read_config,
+    read_run,
     require,
     start_wandb,
+    wandb_mode,
     write_text,
 )
 
@@ -127,6 +128,7 @@ def evaluate_lengths(
     """
     tokens = tokens.cpu().numpy() if isinstance(tokens, torch.Tensor) else np.asarray(tokens)
     _check_measurement(tokens, lengths, protocol, stride, max_targets)
+    lengths = [int(length) for length in lengths]
     limit = model.pos.max_length
     plans = {
         length: window_spans(len(tokens), lengths, length, protocol, stride, max_targets)
@@ -271,39 +273,51 @@ def default_lengths(train_length: int, multiples: Sequence[float] = MULTIPLES) -
     return sorted({max(1, round(multiple * train_length)) for multiple in multiples})
 
 
+def digits(value: float, error: float | None, show_error: bool = True) -> str:
+    """A number with no more digits than its standard error allows, two of the error's own."""
+    if error is None or not 0 < error < math.inf:
+        return f"{value:.4g}"
+    places = max(0, 1 - math.floor(math.log10(error)))
+    return f"{value:.{places}f} ± {error:.{places}f}" if show_error else f"{value:.{places}f}"
+
+
 def with_error(row: dict) -> str:
-    """Perplexity ± its standard error (perplexity · stderr, the delta method), with no more digits than that allows."""
+    """Perplexity ± its standard error (perplexity · stderr, the delta method), or why there is none."""
     if row["nll"] is None:
         return row["note"]
-    if row["stderr"] is None:
-        return f"{row['perplexity']:.4g}"
-    error = row["perplexity"] * row["stderr"]
-    if not math.isfinite(error):
-        return f"{row['perplexity']:.3g}"
-    digits = max(0, 1 - math.floor(math.log10(error))) if error > 0 else 4
-    return f"{row['perplexity']:.{digits}f} ± {error:.{digits}f}"
+    return digits(row["perplexity"], None if row["stderr"] is None else row["perplexity"] * row["stderr"])
+
+
+def _bits(row: dict) -> str:
+    bits = row.get("bits_per_byte")
+    if bits is None:
+        return ""
+    return digits(bits, bits * row["stderr"] / row["nll"] if row["stderr"] and row["nll"] else None, show_error=False)
 
 
 def table(results: list[dict]) -> str:
-    """A text table, one row a length: for one run with bits per byte and the ratio to the training length."""
-    columns = [["length", *(str(row["length"]) for row in results[0]["rows"])]]
-    for result in results:
-        rows, heads = result["rows"], ["perplexity", "bits/byte", f"÷ at {result['train_length']}"]
-        base = next((row["nll"] for row in rows if row["length"] == result["train_length"]), None)
-        cells = [
-            [with_error(row) for row in rows],
-            ["" if row.get("bits_per_byte") is None else f"{row['bits_per_byte']:.4f}" for row in rows],
-            ["" if None in (base, row["nll"]) else f"{_exp(row['nll'] - base):.3f}" for row in rows],
-        ]
-        if len(results) > 1:
-            heads[0] = result["run"]
-        columns += [[head, *cell] for head, cell in zip(heads, cells, strict=True)]
-    widths = [max(map(len, column)) for column in columns]
-    lines = [
-        "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))
-        for line in zip(*columns, strict=True)
+    """A text table, one row a length. One run: perplexity, bits per byte, perplexity ÷ that at the training length.
+
+    Several: a column a run, first of perplexities, then of bits per byte.
+    """
+    lengths = ["length", *(str(row["length"]) for row in results[0]["rows"])]
+    if len(results) > 1:
+        blocks = [[lengths, *([r["run"], *map(show, r["rows"])] for r in results)] for show in (with_error, _bits)]
+        return f"perplexity\n{_aligned(blocks[0])}\n\nbits per byte\n{_aligned(blocks[1])}"
+    rows, train_length = results[0]["rows"], results[0]["train_length"]
+    base = next((row["nll"] for row in rows if row["length"] == train_length), None)
+    ratios = ["" if None in (base, row["nll"]) else f"{_exp(row['nll'] - base):.3g}" for row in rows]
+    columns = [
+        ["perplexity", *map(with_error, rows)],
+        ["bits/byte", *map(_bits, rows)],
+        [f"÷ at {train_length}", *ratios],
     ]
-    return "\n".join(lines)
+    return _aligned([lengths, *columns])
+
+
+def _aligned(columns: list[list[str]]) -> str:
+    widths = [max(map(len, column)) for column in columns]
+    return "\n".join("  ".join(map(str.rjust, line, widths)) for line in zip(*columns, strict=True))
 
 
 def plot(results: list[dict], path: Path) -> None:
@@ -322,7 +336,7 @@ def plot(results: list[dict], path: Path) -> None:
         rows = [row for row in result["rows"] if plain_number(row["perplexity"]) is not None]
         lengths, perplexities = [row["length"] for row in rows], [row["perplexity"] for row in rows]
         errors = [row["perplexity"] * (row["stderr"] or 0) for row in rows]
-        label = result["run"]
+        label = "\u200b" + result["run"].replace("$", r"\$")  # no formula, and no leading _, which hides it
         ended = next((row["note"] for row in result["rows"] if row["nll"] is None), None)
         if ended:
             label += f" ({ended})"
@@ -367,11 +381,8 @@ def plot(results: list[dict], path: Path) -> None:
     plt.close(figure)
 
 
-def log_curve(result: dict, record: Callable[[dict], None], wandb_run: WandbRun) -> None:
+def log_curve(result: dict, prefix: str, record: Callable[[dict], None], wandb_run: WandbRun) -> None:
     """The curve as metrics with length as their x-axis, and a summary value a length to sort runs by."""
-    prefix = f"extrapolation/{result['protocol']}"
-    if result["scaling"] is not None:
-        prefix += f"_{result['scaling']['name']}"
     rows = [row for row in result["rows"] if row["nll"] is not None]
     for row in rows:
         values = {f"{prefix}/{key}": row.get(key) for key in ("nll", "perplexity", "stderr", "bits_per_byte")}
@@ -399,7 +410,7 @@ def _folders(config: DictConfig) -> list[Path]:
     given = [config.runs] if isinstance(config.runs, str) else list(config.runs)
     if not given:
         raise ValueError("runs=[]: give at least one run folder, or leave it out for the latest run")
-    return [Path(str(name)).expanduser() for name in dict.fromkeys(given)]
+    return list({path.resolve(): path for path in (Path(str(name)).expanduser() for name in given)}.values())
 
 
 def evaluate_runs(config: DictConfig) -> list[dict]:
@@ -408,56 +419,50 @@ def evaluate_runs(config: DictConfig) -> list[dict]:
     require(config, {"stride": 1, "max_targets": 1})
     if config.protocol not in PROTOCOLS:
         raise ValueError(f"protocol={config.protocol!r}: use {' or '.join(PROTOCOLS)}")
-    folders = _folders(config)
-    device = pick_device(config.device)
+    mode, device = wandb_mode(config.wandb.mode), pick_device(config.device)
     precision = pick_precision(config.precision, device)
-    settings = [read_config(folder) for folder in folders]
-    scaling = OmegaConf.to_container(config).get("scaling")
-    weights = [latest_checkpoint(folder) for folder in folders]
-    train_length = min(setting.model.train_length for setting in settings)
+    folders = _folders(config)
+    out = Path(config.out).expanduser() if config.out else folders[0]
+    if len(folders) > 1 and not config.out:
+        out = Path(config.root) / f"{datetime.now():%Y-%m-%d_%H-%M-%S}_comparison"
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"out={out}: is a file; give a folder")
+    scaling = OmegaConf.to_container(config)["scaling"]
+    runs, models, checkpoints = [], [], []
+    for folder in folders:  # all of them before any is measured
+        runs.append(read_run(folder))
+        checkpoints.append(latest_checkpoint(folder))
+        models.append(load_weights(checkpoints[-1], device, scaling))
+    train_length = min(model.config.train_length for model in models)
     lengths = sorted(set(config.lengths)) if config.lengths is not None else default_lengths(train_length)
     stride = config.stride if config.stride is not None else max(1, min(train_length // 2, min(lengths, default=1)))
-
     protocol = {"protocol": config.protocol, "stride": stride, "max_targets": config.max_targets}
 
     log.info("%s windows on %s in %s, lengths %s", config.protocol, device, precision, ", ".join(map(str, lengths)))
     results = []
-    for folder, setting, path in zip(folders, settings, weights, strict=True):
+    names = [setting.name for setting, _ in runs]
+    for folder, (setting, origin), path, model in zip(folders, runs, checkpoints, models, strict=True):
         tokenizer = get_tokenizer(setting.tokenizer.name)
         files = prepare(DataConfig(**setting.data), tokenizer, say=log.info)
-        model = load_run(folder, device, scaling)
-        name = setting.name if scaling is None else f"{setting.name} {scaling['name']}"
-        about = {"run": name, "folder": str(folder), "checkpoint": path.stem}
-        about["trained_on"] = setting.provenance.fingerprint
+        name = setting.name if names.count(setting.name) == 1 else folder.resolve().name
+        about = {"run": name if scaling is None else f"{name} {scaling['name']}", "folder": str(folder)}
+        about |= {"checkpoint": path.stem, "trained_on": origin["fingerprint"]}
         results.append(measure_run(model, files, tokenizer, lengths, precision, about, progress=True, **protocol))
-    _tell_apart(results)
     print(table(results))
     for note in comparability(results):
         log.warning("note: %s", note)
-    out = Path(config.out) if config.out else None
-    for folder, setting, result in zip(folders, settings, results, strict=True):
-        if out is None or len(results) > 1:
+    write_report(results, out)
+    for folder, (setting, origin), result in zip(folders, runs, results, strict=True):
+        if out != folder and not (config.out and len(results) == 1):
             write_report([result], folder)
-        wandb_settings = OmegaConf.merge(setting.wandb, {"mode": config.wandb.mode})
-        wandb_run = start_wandb(wandb_settings, folder, setting.provenance.wandb_id, name=setting.name)
-        log_curve(result, wandb_run.log, wandb_run)
+        settings = OmegaConf.merge(setting.wandb, {"mode": mode if setting.wandb.mode != "disabled" else "disabled"})
+        wandb_run = start_wandb(settings, folder, origin["wandb_id"], name=setting.name)
+        used = result["scaling"] or {}
+        stretched = "".join(f"_{used[key]}" for key in ("name", "factor") if used.get(key))
+        log_curve(result, f"extrapolation/{config.protocol}{stretched}", wandb_run.log, wandb_run)
         wandb_run.finish(failed=False)
-    if out is None:
-        out = folders[0]
-        if len(results) > 1:
-            out = Path(config.root) / f"{datetime.now():%Y-%m-%d_%H-%M-%S}_comparison"
-    if len(results) > 1 or config.out:
-        write_report(results, out)
     log.info("wrote    %s", out / "extrapolation.{json,png}")
     return results
-
-
-def _tell_apart(results: list[dict]) -> None:
-    """Runs of the same name are shown by their folders."""
-    names = [result["run"] for result in results]
-    for result in results:
-        if names.count(result["run"]) > 1:
-            result["run"] = Path(result["folder"]).name + result["run"].removeprefix(result["run"].split(" ")[0])
 
 
 def comparability(results: list[dict]) -> list[str]:

@@ -12,20 +12,23 @@ import math
 import netrc
 import os
 import platform
+import shlex
 import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from hydra.errors import CompactHydraException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+
+from data import DataConfig
 
 log = logging.getLogger("ropewalk")
 
@@ -40,6 +43,73 @@ class WandbSettings:
     group: str | None = None
 
 
+@dataclass
+class ModelSettings:
+    n_layer: int = MISSING
+    n_head: int = MISSING
+    n_kv_head: int | None = None
+    head_dim: int = MISSING
+    width: int | None = None
+    original_length: int | None = None
+    train_length: int = MISSING
+    attention: str = MISSING
+    bias: bool = MISSING
+    dropout: float = MISSING
+
+
+@dataclass
+class TrainSettings:
+    max_steps: int = MISSING
+    batch_size: int = MISSING
+    micro_batch_size: int | None = None
+    lr: float = MISSING
+    min_lr_ratio: float = MISSING
+    warmup_steps: int = MISSING
+    weight_decay: float = MISSING
+    beta1: float = MISSING
+    beta2: float = MISSING
+    grad_clip: float = MISSING
+    compile: Any = "auto"
+    tf32: bool = True
+    eval_every: int = MISSING
+    checkpoint_every: int = MISSING
+    log_every: int = MISSING
+
+
+@dataclass
+class ValSettings:
+    multiples: list[float] = MISSING
+    stride: int | None = None
+    max_targets: int | None = None
+
+
+@dataclass
+class TokenizerSettings:
+    name: str = MISSING
+
+
+@dataclass
+class TrainConfig:
+    """Types of train.py's settings; the files in configs/ have the values and say what they mean."""
+
+    name: str = MISSING
+    preset: str = MISSING
+    seed: int = MISSING
+    device: str = "auto"
+    precision: str = "auto"
+    resume: str | None = None
+    init_from: str | None = None
+    init_table: str | None = None
+    model: ModelSettings = field(default_factory=ModelSettings)
+    pos: dict[str, Any] = MISSING
+    scaling: dict[str, Any] | None = None
+    data: DataConfig = MISSING
+    tokenizer: TokenizerSettings = field(default_factory=TokenizerSettings)
+    train: TrainSettings = field(default_factory=TrainSettings)
+    val: ValSettings = field(default_factory=ValSettings)
+    wandb: WandbSettings = field(default_factory=WandbSettings)
+
+
 def machine() -> str:
     """The preset for this machine."""
     return "gpu" if torch.cuda.is_available() else "cpu"
@@ -50,12 +120,12 @@ def _run_dir(resume: str | None, name: str) -> str:
 
     The processes of a torchrun job other than the first get a temporary place: the first one's folder is the run's.
     """
-    if int(os.environ.get("RANK", 0)) > 0:
+    if (ranks := torchrun()) and not ranks.first:
         folder = tempfile.mkdtemp(prefix="ropewalk-rank-")
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
         return folder
-    if resume and (Path(resume) / "config.yaml").is_file():  # else the error about it must not make the folder
-        return resume
+    if resume and (Path(resume).expanduser() / "config.yaml").is_file():  # else the error must not make the folder
+        return str(Path(resume).expanduser())
     stem = Path("outputs") / f"{datetime.now():%Y-%m-%d_%H-%M-%S}_{name.replace(os.sep, '_')}"
     folder, count = stem, 1
     while folder.exists():
@@ -191,46 +261,67 @@ class Ranks:
         return box[0]
 
 
-@contextlib.contextmanager
-def processes(device_name: str) -> Iterator[Ranks]:
-    """Join the torchrun job this process belongs to, if any, for as long as the context lasts."""
-    if "WORLD_SIZE" not in os.environ:
-        yield Ranks()
-        return
-    ranks = Ranks(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"]))
+def torchrun() -> Ranks | None:
+    """This process' place in a torchrun job; None without. ValueError where only a part of it is set."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    found = [os.environ[name] for name in names if name in os.environ]
+    if len(found) == len(names):
+        return Ranks(*map(int, found))
+    if "WORLD_SIZE" in os.environ:
+        raise ValueError(
+            f"of {', '.join(names)} only a part is set: start with torchrun, which sets all, or unset them"
+        )
+    return None
+
+
+def join_processes(device_name: str) -> Ranks:
+    """Join the torchrun job this process belongs to, if any, until it ends; a sweep's later jobs find it joined."""
+    ranks = torchrun()
+    if ranks is None:
+        return Ranks()
     if not ranks.first:
         logging.getLogger().setLevel(logging.ERROR)
-    dist.init_process_group("nccl" if pick_device(device_name, ranks.local_rank).type == "cuda" else "gloo")
-    try:
-        yield ranks
-    finally:
-        dist.destroy_process_group()
+    if not dist.is_initialized():
+        backend = "nccl" if pick_device(device_name, ranks.local_rank).type == "cuda" else "gloo"
+        # The others wait while the first process tokenises a corpus or evaluates.
+        dist.init_process_group(backend, timeout=timedelta(hours=6))
+        atexit.register(dist.destroy_process_group)
+    return ranks
 
 
 # ---- the run folder -------------------------------------------------------------------------------------------------
 
 
-def write_text(path: Path, text: str) -> None:
-    """Put a whole file in place, or none."""
+def write_text(path: Path, text: str, new: bool = False) -> None:
+    """Put a whole file in place, or none. new: FileExistsError where there is one, even if it came this moment."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
+    try:
+        if new:
+            os.link(temporary, path)
+        else:
+            os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
-def read_config(run: Path) -> DictConfig:
-    """A run's config.yaml. Errors name the file."""
+def read_run(run: Path) -> tuple[DictConfig, dict]:
+    """A run's config.yaml, checked against its schema, and its provenance. ValueErrors name the file."""
     path = run / "config.yaml"
     if not path.is_file():
         raise FileNotFoundError(f"{run}: not a run folder (it has no config.yaml)")
     try:
-        config = OmegaConf.load(path)
-        # A stranger's file may hold interpolations; ours are resolved, so any that is left is not from us.
-        OmegaConf.to_container(config, resolve=False, throw_on_missing=True)
-        if "${" in path.read_text(encoding="utf-8") or not isinstance(config, DictConfig):
-            raise ValueError("it holds interpolations, or is no mapping")
-    except Exception as error:
-        raise ValueError(f"{path}: not a configuration written by train.py ({error})") from error
-    return config
+        plain = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+        origin = plain.pop("provenance")
+        # Ours are resolved, so an interpolation is somebody else's, and is not followed.
+        if "${" in json.dumps(plain):
+            raise ValueError("it holds interpolations")
+        config = checked(OmegaConf.create(plain), TrainConfig)
+        if missing := OmegaConf.missing_keys(config):
+            raise ValueError(f"it lacks {', '.join(sorted(missing))}")
+        return config, {"fingerprint": origin["fingerprint"], "wandb_id": origin["wandb_id"], **origin}
+    except Exception as error:  # whatever a damaged file happens to trigger
+        raise ValueError(f"{path}: not a configuration written by train.py ({error!r})") from error
 
 
 def latest_run(root: Path) -> Path:
@@ -241,12 +332,12 @@ def latest_run(root: Path) -> Path:
     return max(found, key=lambda path: path.stat().st_mtime_ns).parents[1]
 
 
-def provenance(command: list[str] | None = None) -> dict:
+def provenance() -> dict:
     """Where a number came from, as far as the program can know."""
     import numpy
 
     return {
-        "command": " ".join(sys.argv if command is None else command),
+        "command": shlex.join(sys.argv),
         "python": platform.python_version(),
         "torch": str(torch.__version__),
         "numpy": numpy.__version__,
@@ -262,15 +353,15 @@ def plain_number(value: Any) -> Any:
 class MetricsFile:
     """metrics.jsonl: one JSON object a line, each with its step, whatever wandb does."""
 
-    def __init__(self, path: Path, keep_up_to_step: int):
-        """Open for appending; rows of steps after `keep_up_to_step`, which a resumed run makes again, are dropped."""
+    def __init__(self, path: Path, keep: Callable[[dict], bool]):
+        """Open for appending. Rows that a resumed run makes again, those it does not `keep`, are dropped."""
         rows = []
         for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
             try:
                 row = json.loads(line)
             except ValueError:  # the last line of a killed run may be half a line
                 continue
-            if row["step"] <= keep_up_to_step:
+            if keep(row):
                 rows.append(line + "\n")
         write_text(path, "".join(rows))
         self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 (closed with the run)
@@ -333,7 +424,7 @@ def wandb_mode(mode: str) -> str:
     if mode == "auto":
         mode = os.environ.get("WANDB_MODE") or ("online" if _logged_in() else "offline")
     if mode not in ("online", "offline", "disabled"):
-        raise ValueError(f"wandb.mode={mode!r}: use auto, online, offline or disabled")
+        raise ValueError(f"wandb.mode (or WANDB_MODE)={mode!r}: use auto, online, offline or disabled")
     if mode == "online" and not _logged_in():
         raise ValueError("wandb.mode=online: not logged in; run `wandb login`, or use wandb.mode=offline")
     return mode

@@ -11,9 +11,8 @@ import logging
 import math
 import time
 import uuid
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import hydra
 import numpy as np
@@ -21,12 +20,12 @@ import torch
 import torch.distributed as dist
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from torch.nn.functional import interpolate
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
-from data import DataConfig, TokenFiles, Tokenizer, draw_batch, get_tokenizer, prepare
+from data import DataConfig, TokenFiles, Tokenizer, absolute, draw_batch, get_tokenizer, prepare
 from eval import default_lengths, log_curve, measure_run, table, with_error, write_report
 from model import GPT, GPTConfig
 from model.checkpoint import latest_checkpoint, load_run, load_state, load_weights, save_checkpoint
@@ -34,15 +33,15 @@ from model.checkpoint import read_config as read_gpt_config
 from runs import (
     MetricsFile,
     Ranks,
-    WandbSettings,
+    TrainConfig,
     autocast,
     checked,
     clear_errors,
+    join_processes,
     pick_device,
     pick_precision,
-    processes,
     provenance,
-    read_config,
+    read_run,
     require,
     start_wandb,
     wandb_mode,
@@ -55,73 +54,6 @@ log = logging.getLogger("ropewalk")
 # ---- settings -------------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class ModelSettings:
-    n_layer: int = MISSING
-    n_head: int = MISSING
-    n_kv_head: int | None = None
-    head_dim: int = MISSING
-    width: int | None = None
-    original_length: int | None = None
-    train_length: int = MISSING
-    attention: str = MISSING
-    bias: bool = MISSING
-    dropout: float = MISSING
-
-
-@dataclass
-class TrainSettings:
-    max_steps: int = MISSING
-    batch_size: int = MISSING
-    micro_batch_size: int | None = None
-    lr: float = MISSING
-    min_lr_ratio: float = MISSING
-    warmup_steps: int = MISSING
-    weight_decay: float = MISSING
-    beta1: float = MISSING
-    beta2: float = MISSING
-    grad_clip: float = MISSING
-    compile: Any = "auto"
-    tf32: bool = True
-    eval_every: int = MISSING
-    checkpoint_every: int = MISSING
-    log_every: int = MISSING
-
-
-@dataclass
-class ValSettings:
-    multiples: list[float] = MISSING
-    stride: int | None = None
-    max_targets: int | None = None
-
-
-@dataclass
-class TokenizerSettings:
-    name: str = MISSING
-
-
-@dataclass
-class TrainConfig:
-    """Types of train.py's settings; the files in configs/ have the values and say what they mean."""
-
-    name: str = MISSING
-    preset: str = MISSING
-    seed: int = MISSING
-    device: str = "auto"
-    precision: str = "auto"
-    resume: str | None = None
-    init_from: str | None = None
-    init_table: str | None = None
-    model: ModelSettings = field(default_factory=ModelSettings)
-    pos: dict[str, Any] = MISSING
-    scaling: dict[str, Any] | None = None
-    data: DataConfig = MISSING
-    tokenizer: TokenizerSettings = field(default_factory=TokenizerSettings)
-    train: TrainSettings = field(default_factory=TrainSettings)
-    val: ValSettings = field(default_factory=ValSettings)
-    wandb: WandbSettings = field(default_factory=WandbSettings)
-
-
 ConfigStore.instance().store(name="train_schema", node=TrainConfig)
 
 # What may differ from the run that is resumed; all else comes from its config.yaml.
@@ -130,8 +62,7 @@ RESUMABLE = {"resume", "device", "wandb.mode", "train.max_steps", "train.eval_ev
 
 def resumed_config(config: DictConfig, overrides: list[str]) -> DictConfig:
     """The configuration of the run to resume, with the few settings that may change taken from the command line."""
-    saved = read_config(Path(config.resume))
-    saved.pop("provenance", None)
+    saved, _ = read_run(Path(config.resume).expanduser())
     keys = [override.split("=", 1)[0].lstrip("+~") for override in overrides]
     for key in keys:
         if key not in RESUMABLE:
@@ -146,7 +77,9 @@ def resumed_config(config: DictConfig, overrides: list[str]) -> DictConfig:
 def from_source(config: DictConfig) -> DictConfig:
     """Where a run starts from another's weights under a scaling, its formulas start from that one's length."""
     if config.init_from and config.scaling is not None and config.model.original_length is None:
-        config.model.original_length = read_gpt_config(latest_checkpoint(config.init_from)).original_length
+        config.model.original_length = read_gpt_config(
+            latest_checkpoint(Path(config.init_from).expanduser())
+        ).original_length
     return config
 
 
@@ -157,6 +90,8 @@ def check_settings(config: DictConfig, ranks: Ranks) -> GPTConfig:
     least |= {"eval_every": 1, "checkpoint_every": 1, "log_every": 1, "min_lr_ratio": 0, "beta1": 0, "beta2": 0}
     require(config, {f"train.{key}": low for key, low in least.items()} | {"val.stride": 1, "val.max_targets": 1})
     require(config, {"seed": 0})
+    if config.seed >= 2**63:
+        raise ValueError(f"seed={config.seed}: must be below 2^63")
     for key in ("lr", "grad_clip"):
         if not 0 < t[key] < math.inf:
             raise ValueError(f"train.{key}={t[key]}: must be a finite number above 0")
@@ -190,10 +125,8 @@ def check_lengths(config: DictConfig, files: TokenFiles) -> list[int]:
                 f"model.train_length={train_length}: a window and its target do not fit into the {split} split of "
                 f"{files.meta['corpus']}, which has {len(tokens)} tokens; use a shorter one or more text"
             )
-    lengths = default_lengths(train_length, config.val.multiples)
+    lengths = default_lengths(train_length, [1, *config.val.multiples])
     fitting = [length for length in lengths if length < len(files.val)]
-    if not fitting:
-        raise ValueError(f"val.multiples: none of {lengths} fits into the {len(files.val)} validation tokens")
     if fitting != lengths:
         left_out = ", ".join(str(length) for length in lengths if length not in fitting)
         log.warning("validation split of %d tokens: lengths %s are left out", len(files.val), left_out)
@@ -254,7 +187,7 @@ class Trainer:
             torch.manual_seed(config.seed)
             self.model = GPT(gpt_config)
             if config.init_from:
-                self._start_from(Path(config.init_from))
+                self._start_from(Path(config.init_from).expanduser())
         self.model.to(self.device).train()
         self._say_model()
         self.optimizer = torch.optim.AdamW(
@@ -334,15 +267,17 @@ class Trainer:
         plain = OmegaConf.to_container(self.config, throw_on_missing=True)
         plain["resume"] = None
         here = {**provenance(), "device": str(self.device), "precision": self.precision}
-        plain["provenance"] = {**here, "fingerprint": self.files.fingerprint, "wandb_id": self.wandb_id}
-        if not self.config.resume:
-            try:
-                path.touch(exist_ok=False)
-            except FileExistsError as error:
-                raise ValueError(
-                    f"{self.folder}: holds a run already; resume= goes on with it, or choose another folder"
-                ) from error
-        write_text(path, OmegaConf.to_yaml(OmegaConf.create(plain)))
+        here |= {"fingerprint": self.files.fingerprint, "wandb_id": self.wandb_id}
+        if self.config.resume:
+            origin = read_run(self.folder)[1]
+            here = {**origin, "wandb_id": self.wandb_id, "resumed": [*origin.get("resumed", []), here]}
+        plain["provenance"] = here
+        try:
+            write_text(path, OmegaConf.to_yaml(OmegaConf.create(plain)), new=not self.config.resume)
+        except FileExistsError as error:
+            raise ValueError(
+                f"{self.folder}: holds a run already; resume= goes on with it, or choose another folder"
+            ) from error
         return plain
 
     def train(self) -> float:
@@ -378,9 +313,12 @@ class Trainer:
                     )
                     self._record(row)
                     pending = []
+                # In this order a killed run measures again what it resumes before; the last weights come first of all.
+                if at_end:
+                    self._checkpoint()
                 if evaluate:
                     nll = self._evaluate(last=at_end)
-                if checkpoint:
+                if checkpoint and not at_end:
                     self._checkpoint()
                 if self.step % t.log_every == 0 or evaluate or checkpoint:
                     clock, since = time.perf_counter(), self.step
@@ -391,7 +329,7 @@ class Trainer:
     def _open_outputs(self, outputs: contextlib.ExitStack) -> None:
         c = self.config
         plain_config = self._write_config()
-        self.metrics = MetricsFile(self.folder / "metrics.jsonl", keep_up_to_step=self.step)
+        self.metrics = MetricsFile(self.folder / "metrics.jsonl", self._is_kept)
         outputs.callback(self.metrics.close)
         self.wandb = start_wandb(
             c.wandb,
@@ -403,6 +341,11 @@ class Trainer:
             tags=[f"pos={c.pos.name}", f"layers={c.model.n_layer}", f"train_length={c.model.train_length}"],
         )
         outputs.push(lambda kind, error, trace: self.wandb.finish(failed=kind is not None))
+
+    def _is_kept(self, row: dict) -> bool:
+        """Whether a row of metrics.jsonl was written before the checkpoint this run goes on from."""
+        measured_again = self.step == self.config.train.max_steps and "train/loss" not in row
+        return row["step"] < self.step or (row["step"] == self.step and not measured_again)
 
     def _update(self) -> tuple[int, torch.Tensor, torch.Tensor]:
         """One optimiser step over the global batch: (step, its mean loss, the gradient's norm), still on the device."""
@@ -489,16 +432,16 @@ class Trainer:
         rows = result["rows"]
         shown = ", ".join(f"{row['length']}: {with_error(row)}" for row in rows)
         log.info("step %d  validation perplexity at %s", self.step, shown)
-        at_train = next((row for row in rows if row["length"] == c.model.train_length), rows[0])
+        at_train = next(row for row in rows if row["length"] == c.model.train_length)
         curve = {f"val/perplexity_{row['length']}": row["perplexity"] for row in rows if row["nll"] is not None}
         at_length = {f"val/{key}": at_train[key] for key in ("perplexity", "bits_per_byte")}
         self._record({"val/loss": at_train["nll"], **at_length, **curve})
         if last:
             write_report([result], self.folder)
-            log_curve(result, self._record, self.wandb)
+            log_curve(result, "extrapolation/final", self._record, self.wandb)
             for line in table([result]).splitlines():
                 log.info("%s", line)
-        return at_train["nll"] if at_train["nll"] is not None else math.inf
+        return at_train["nll"]
 
     def _record(self, row: dict) -> None:
         if self.ranks.first:
@@ -530,11 +473,18 @@ def main(config: DictConfig) -> float:
     """One run; a sweeper gets its validation loss at the training length."""
     hydra_config = HydraConfig.get()
     folder = Path(hydra_config.runtime.output_dir)
-    with clear_errors(folder), processes(config.device) as ranks:
+    with clear_errors(folder):
+        ranks = join_processes(config.device)
         config = checked(config, TrainConfig)
         if config.resume:
+            source = Path(config.resume).expanduser()
+            if ranks.first and (source / "config.yaml").exists() and source.resolve() != folder.resolve():
+                raise ValueError(
+                    f"hydra.run.dir={folder}: cannot be set together with resume=, which goes on in {source}"
+                )
             config = resumed_config(config, list(hydra_config.overrides.task))
         config = from_source(config)
+        config.data = absolute(DataConfig(**config.data))
         config.wandb.group = config.wandb.group or hydra_config.runtime.choices.get("experiment")
         gpt_config = check_settings(config, ranks)
         trainer = Trainer(config, gpt_config, Path(ranks.share(str(folder))), ranks)

@@ -8,7 +8,7 @@ import platform
 import re
 import sysconfig
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -49,6 +49,15 @@ class DataConfig:
             )
         if not 0 < self.val_fraction < 1:
             raise ValueError(f"data.val_fraction={self.val_fraction}: must be above 0 and below 1")
+
+
+def absolute(config: DataConfig) -> DataConfig:
+    """With local paths that hold in any working directory: a run is read again from elsewhere."""
+    place = lambda path: str(Path(str(path)).expanduser().absolute())  # noqa: E731
+    path = config.path
+    if config.kind == "files":
+        path = place(path) if isinstance(path, str | Path) else [place(one) for one in path]
+    return replace(config, path=path, cache=config.cache if config.cache.startswith("~") else place(config.cache))
 
 
 def identity(config: DataConfig) -> dict:
@@ -109,7 +118,9 @@ def _read_files(files: list[Path], column: str) -> Iterator[tuple[None, str]]:
     """In the order given. Text files are read as whole documents; of the others each may have columns of its own."""
     for reader, group in groupby(files, key=lambda file: READERS[file.suffix]):
         if reader == "text":
-            yield from ((None, row["text"]) for row in _rows(reader, list(group), sample_by="document"))
+            yield from (
+                (None, row["text"]) for row in _rows(reader, list(group), sample_by="document", encoding="utf-8-sig")
+            )
         else:
             yield from ((None, _text(row, column, str(file))) for file in group for row in _rows(reader, [file]))
 

@@ -58,6 +58,11 @@ def softmax_attention(
     return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=2)
 
 
+def _elu_plus_one(x: Tensor) -> Tensor:
+    """exp(x) below 0, x + 1 above: elu(x) + 1 would round to 0 below -17, and with it the normaliser."""
+    return torch.where(x > 0, x + 1, x.clamp(max=0).exp())
+
+
 def linear_attention(q: Tensor, k: Tensor, v: Tensor, rotate, state: tuple[Tensor, Tensor] | None = None):
     """Attention whose cost grows with T instead of T² (Katharopoulos et al. 2020), with RoPE (Su et al. 2021, eq. 19).
 
@@ -69,7 +74,7 @@ def linear_attention(q: Tensor, k: Tensor, v: Tensor, rotate, state: tuple[Tenso
     """
     with torch.autocast(q.device.type, enabled=False):
         dtype = torch.promote_types(q.dtype, torch.float32)
-        features_q, features_k = (F.elu(x.to(dtype)) + 1 for x in (q, k))
+        features_q, features_k = (_elu_plus_one(x.to(dtype)) for x in (q, k))
         turned_q, turned_k, values = rotate(features_q), rotate(features_k), v.to(dtype)
         if state is None:
             shape = (*q.shape[:2], q.shape[3])

@@ -136,14 +136,18 @@ class GPT(nn.Module):
         Raises ValueError for shapes that do not fit, ids outside the vocabulary (checked on the CPU only: elsewhere it
         would stall every step), positions past a learned table and a full cache; the cache is then as it was.
         """
-        if tokens.ndim != 2 or tokens.shape[1] == 0:
-            raise ValueError(f"tokens must be (B, T) with T of at least 1, found {tuple(tokens.shape)}")
-        if targets is not None and targets.shape != tokens.shape:
-            raise ValueError(f"targets {tuple(targets.shape)} must have the shape of tokens {tuple(tokens.shape)}")
+        if tokens.ndim != 2 or 0 in tokens.shape:
+            raise ValueError(f"tokens must be (B, T) with B and T of at least 1, found {tuple(tokens.shape)}")
+        if targets is not None:
+            if targets.shape != tokens.shape:
+                raise ValueError(f"targets {tuple(targets.shape)} must have the shape of tokens {tuple(tokens.shape)}")
+            targets = targets.long()
         if scaling_length is not None and (not isinstance(scaling_length, int) or scaling_length < 1):
             raise ValueError(f"scaling_length={scaling_length!r}: must be a whole number of at least 1, or None")
         if tokens.device.type == "cpu" and not torch.compiler.is_compiling():
             self.check_tokens(tokens)
+            if targets is not None:
+                self.check_tokens(targets.masked_fill(targets == -100, 0))
         with contextlib.nullcontext() if cache is None else torch.no_grad():
             if cache is None:
                 x = self._pass(tokens, 0, scaling_length or tokens.shape[1], None)
@@ -236,8 +240,8 @@ class GPT(nn.Module):
         cache the tokens are the same. scaling_length: see forward. Dropout is off. Raises ValueError for settings out
         of range and, before any work, where a learned table is too short.
         """
-        if tokens.ndim != 2 or tokens.shape[1] == 0:
-            raise ValueError(f"tokens must be (B, T) with T of at least 1, found {tuple(tokens.shape)}")
+        if tokens.ndim != 2 or 0 in tokens.shape:
+            raise ValueError(f"tokens must be (B, T) with B and T of at least 1, found {tuple(tokens.shape)}")
         if not isinstance(max_new_tokens, int) or max_new_tokens < 0:
             raise ValueError(f"max_new_tokens={max_new_tokens!r}: must be a whole number of at least 0")
         self.check_tokens(tokens)

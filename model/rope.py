@@ -33,8 +33,8 @@ def rope_frequencies(
     inv_freq = plain_frequencies(head_dim, base)
     if scaling is None or scaling == {"name": "none"}:
         return inv_freq, 1.0
-    if train_length is None:
-        raise ValueError(f"scaling={scaling.get('name')!r} needs train_length, the longest window seen in training")
+    if train_length is None or train_length < 1:
+        raise ValueError(f"train_length={train_length}: a scaling needs the longest window seen in training")
     completed = complete_scaling(scaling, head_dim // 2)
     return scaled(inv_freq, base, completed, train_length, train_length if length is None else length)
 

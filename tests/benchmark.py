@@ -5,11 +5,11 @@
 Step times: the shape of model=small (4 layers, 4 heads of 64, 16 windows of 256 bytes), precision auto, forward,
 backward, clipping and AdamW; one step of every scheme a round, in a shuffled order, so that a busy machine slows all
 alike. Memory: the peak that a forward pass over 8,192 tokens adds, one layer of 12 heads, float32, each in a process of
-its own (on the CPU: of the whole process; on CUDA: of the allocator).
+its own (on the CPU: of the process, from Linux's /proc; on CUDA: of the allocator).
 """
 
 import random
-import resource
+import re
 import subprocess
 import sys
 import time
@@ -75,7 +75,8 @@ def long_pass(name: str, device: torch.device) -> None:
     def peak() -> int:
         if device.type == "cuda":
             return torch.cuda.max_memory_allocated(device)
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+        status = Path("/proc/self/status").read_text()  # getrusage's peak would include the starting process'
+        return 1024 * int(re.search(r"VmHWM:\s+(\d+) kB", status)[1])
 
     config = GPTConfig(vocab_size=257, n_layer=1, n_head=12, train_length=64, **MODELS[name])
     model = GPT(config).eval().to(device)

@@ -15,8 +15,8 @@ from eval import EvalConfig
 from model import GPT, GPTConfig
 from model.positions import SCHEMES
 from model.scaling import SCALINGS, complete_scaling
-from runs import Ranks, checked
-from train import TrainConfig, check_settings
+from runs import Ranks, TrainConfig, checked
+from train import check_settings
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 GROUPS = ("preset", "model", "pos", "scaling", "data", "tokenizer", "experiment")
@@ -153,5 +153,8 @@ def test_new_runs_never_share_a_folder(tmp_path, monkeypatch):
     assert runs._run_dir(first, "x") != first  # no run to resume: the error about it must not need its folder
     (Path(first) / "config.yaml").touch()
     assert runs._run_dir(first, "x") == first
-    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("RANK", "1")  # by itself it is somebody else's variable
+    assert Path(runs._run_dir(None, "a")).is_relative_to("outputs")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
     assert not Path(runs._run_dir(None, "a")).is_relative_to("outputs")

@@ -19,8 +19,8 @@ from data import draw_batch
 from eval import EvalConfig, evaluate_runs
 from model import GPT, GPTConfig, load_run
 from model.positions import SCHEMES
-from runs import MetricsFile, Ranks, checked
-from train import NonFiniteLoss, TrainConfig, Trainer, check_settings, from_source, lr_at, resumed_config
+from runs import MetricsFile, Ranks, TrainConfig, checked, read_run
+from train import NonFiniteLoss, Trainer, check_settings, from_source, lr_at, resumed_config
 
 REPOSITORY = Path(__file__).parents[1]
 TINY = [
@@ -172,6 +172,42 @@ def test_a_loss_that_is_not_finite_stops_the_run(what, corpus, tmp_path, monkeyp
     assert all(math.isfinite(tensor.sum()) for tensor in weights(tmp_path).values())
 
 
+def test_a_report_that_fails_costs_no_steps_and_can_be_made_up(corpus, tmp_path, monkeypatch):
+    run(tmp_path / "whole", *TINY, *corpus)
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "write_report", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            run(tmp_path / "parts", *TINY, *corpus, "train.checkpoint_every=3")
+    assert same(weights(tmp_path / "parts"), weights(tmp_path / "whole"))
+    run(tmp_path / "parts", *TINY, *corpus, resume=True)
+    assert metrics(tmp_path / "parts") == metrics(tmp_path / "whole")
+    reports = [json.loads((tmp_path / name / "extrapolation.json").read_text())["rows"] for name in ("parts", "whole")]
+    assert reports[0] == reports[1]
+
+
+def test_a_run_named_by_an_interpolation_can_be_read_again(corpus, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["train.py", "name=${pos.name}_x"])
+    run(tmp_path, *TINY, *corpus, "name=${pos.name}_x")
+    config, origin = read_run(tmp_path)
+    assert config.name == "rope_x"
+    assert origin["command"] == "train.py 'name=${pos.name}_x'"
+
+
+@pytest.mark.parametrize("damage", ["", "text", "a: 1", "name: x\nprovenance: {}", "{", "a: &a [*a]"])
+def test_a_damaged_config_is_named(damage, two_runs, tmp_path):
+    shutil.copytree(two_runs / "rope", tmp_path / "copy")
+    (tmp_path / "copy" / "config.yaml").write_text(damage)
+    with pytest.raises(ValueError, match=r"config\.yaml: not a configuration written by train\.py"):
+        measure(f"runs={tmp_path / 'copy'}")
+
+
+def test_the_training_length_is_always_measured(corpus, tmp_path):
+    trainer = run(tmp_path, *TINY, *corpus, "val.multiples=[2]")
+    assert trainer.lengths == [16, 32]
+    final = [row for row in metrics(tmp_path) if "val/loss" in row][-1]
+    assert final["val/perplexity"] == final["val/perplexity_16"]
+
+
 def test_a_folder_that_holds_a_run_is_not_overwritten(corpus, tmp_path):
     run(tmp_path, *TINY, *corpus)
     before = weights(tmp_path)
@@ -297,7 +333,7 @@ def test_lengths_past_the_validation_split_are_left_out(corpus, tmp_path):
 def test_metrics_of_steps_after_the_checkpoint_are_dropped(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1, "x": 1}\n{"step": 2, "x": 2}\n{"step": 3, "x": 3}\n{"step": 4, "x')
-    file = MetricsFile(path, keep_up_to_step=2)
+    file = MetricsFile(path, lambda row: row["step"] <= 2)
     file.write({"step": 3, "x": math.nan})
     file.close()
     assert [json.loads(line) for line in path.read_text().splitlines()] == [
@@ -369,6 +405,8 @@ def test_evaluation_on_other_data_says_so(two_runs, tmp_path, caplog):
         (["max_targets=0"], "max_targets=0"),
         (["device=tpu"], "device='tpu'"),
         (["precision=fp8"], "precision='fp8'"),
+        (["wandb.mode=loud"], "'loud'"),
+        (["out=pyproject.toml"], r"out=pyproject\.toml: is a file"),
     ],
     ids=str,
 )
@@ -431,7 +469,7 @@ def test_command_line_from_training_to_the_curve_in_wandb(corpus, tmp_path):
     assert first.name.endswith(run_id)
     assert second.name.endswith(run_id)  # the same run, not a new one
     text = json.dumps(records(first))
-    for name in ("train/loss", "val/perplexity_64", "speed/tokens_per_second", "extrapolation/sliding/perplexity"):
+    for name in ("train/loss", "val/perplexity_64", "speed/tokens_per_second", "extrapolation/final/perplexity"):
         assert name in text
     text = json.dumps(records(second))
     assert "extrapolation/nonoverlapping/perplexity" in text
@@ -471,6 +509,13 @@ def test_an_error_is_one_message_without_a_traceback(corpus, tmp_path):
     assert done.returncode == 1
     assert "model.width=100" in done.stderr
     assert "Traceback" not in done.stderr
+    for other in ("a", "b"):
+        done = command("train.py", *TINY, *corpus, f"hydra.run.dir={other}", cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+    done = command("train.py", "resume=a", "hydra.run.dir=b", "train.max_steps=6", cwd=tmp_path)
+    assert done.returncode == 1
+    assert "hydra.run.dir=" in done.stderr
+    assert "together with resume=" in done.stderr
     done = command("eval.py", "runs=nowhere", cwd=tmp_path)
     assert done.returncode == 1
     assert "nowhere: not a run folder" in done.stderr
@@ -489,3 +534,7 @@ def test_two_processes_train_what_one_trains(corpus, tmp_path):
         torch.testing.assert_close(tensor, weights(one)[name], rtol=0, atol=1e-5)
     for row, expected in zip(metrics(two), metrics(one), strict=True):
         assert row == pytest.approx(expected, rel=1e-4)
+    # a sweep's second job finds the processes joined already
+    done = command("train.py", "-m", *settings, "seed=1,2", cwd=tmp_path, launcher=torchrun)
+    assert done.returncode == 0, done.stderr
+    assert len(list(tmp_path.glob("outputs/*/extrapolation.json"))) == 3

@@ -12,7 +12,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from data import DataConfig
+from data import DataConfig, absolute
 from data.corpora import _articles, describe, documents, identity
 
 
@@ -376,3 +376,19 @@ def test_a_fraction_that_splits_nothing(fraction):
 @pytest.mark.parametrize("fraction", [1e-9, 0.5, 1 - 1e-9])
 def test_a_fraction_that_splits(fraction):
     assert DataConfig("stdlib", "stdlib", val_fraction=fraction).val_fraction == fraction
+
+
+def test_paths_hold_in_any_working_directory(tmp_path, monkeypatch):
+    jsonl(tmp_path / "a.jsonl", {"text": "one"})
+    monkeypatch.chdir(tmp_path)
+    here = absolute(DataConfig(name="files", kind="files", path=["a.jsonl", "*.jsonl"], cache="cache"))
+    monkeypatch.chdir("/")
+    assert texts(here) == ["one"]
+    assert here.cache == str(tmp_path / "cache")
+    assert absolute(DataConfig(name="stdlib", kind="stdlib")).cache.startswith("~")
+
+
+def test_a_byte_order_mark_is_not_text(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_bytes(b"\xef\xbb\xbfone")
+    assert texts(files(str(path))) == ["one"]

@@ -214,6 +214,15 @@ def test_forward_refuses_shapes():
         model(torch.zeros(5, dtype=torch.int64))
     with pytest.raises(ValueError, match="at least 1"):
         model(torch.zeros((2, 0), dtype=torch.int64))
+    with pytest.raises(ValueError, match="at least 1"):
+        model(torch.zeros((0, 2), dtype=torch.int64))
+    cache = model.new_cache(1, 8)
+    with pytest.raises(ValueError, match="token id 61"):
+        model(torch.zeros((1, 2), dtype=torch.int64), targets=torch.tensor([[1, 61]]), cache=cache)
+    assert cache.length == 0
+    tokens = random_tokens(model, 1, 9)
+    wide, narrow = (model(x[:, :-1], targets=x[:, 1:]) for x in (tokens, tokens.int()))
+    assert torch.equal(wide, narrow)
     with pytest.raises(ValueError, match="integers"):
         model(torch.zeros((2, 3)))
     with pytest.raises(ValueError, match="shape of tokens"):
@@ -228,6 +237,7 @@ def test_compiled_model_is_the_model_in_one_graph(pos, attention):
     model = small_model(pos, torch.float32, attention=attention).train()
     tokens = random_tokens(model, 2, 33)
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
+    torch.compiler.reset()  # another model of the same code would count as one more recompilation
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     losses = []
     for forward in (model, compiled):
