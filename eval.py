@@ -329,7 +329,7 @@ def plot(results: list[dict], path: Path) -> None:
 
     colours = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")  # Okabe and Ito 2008
     markers = "osDv^<>P*"  # more than colours: no two of the first 63 curves look the same
-    figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
+    figure, axes = plt.subplots(figsize=(7 if len(results) <= 3 else 10, 4.5), layout="constrained")
     values = []
     for i, result in enumerate(results):
         colour = colours[i % len(colours)]
@@ -374,7 +374,10 @@ def plot(results: list[dict], path: Path) -> None:
     axes.set_ylabel("validation perplexity")
     axes.set_title(f"Length extrapolation, {results[0]['protocol']} windows", fontsize=11)
     axes.grid(alpha=0.25)
-    axes.legend(frameon=False)
+    if len(results) > 3:  # beside the curves, where it hides none
+        axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
+    else:
+        axes.legend(frameon=False)
     temporary = path.with_name(f".{path.name}.tmp.png")
     figure.savefig(temporary, dpi=150)
     temporary.replace(path)
