@@ -76,10 +76,10 @@ def resumed_config(config: DictConfig, overrides: list[str]) -> DictConfig:
 
 def from_source(config: DictConfig) -> DictConfig:
     """Where a run starts from another's weights under a scaling, its formulas start from that one's length."""
-    if config.init_from and config.scaling is not None and config.model.original_length is None:
-        config.model.original_length = read_gpt_config(
-            latest_checkpoint(Path(config.init_from).expanduser())
-        ).original_length
+    scaled = config.scaling is not None and config.scaling.get("name") != "none"
+    if config.init_from and scaled and config.model.original_length is None:
+        source = latest_checkpoint(Path(config.init_from).expanduser())
+        config.model.original_length = read_gpt_config(source).original_length
     return config
 
 

@@ -282,6 +282,7 @@ def test_a_run_goes_on_under_a_scaling_at_a_longer_length(corpus, tmp_path):
     start = [f"init_from={tmp_path / 'short'}", "model.train_length=64", "scaling=yarn"]
     config = from_source(composed(*TINY, *corpus, *start))
     assert config.model.original_length == 16
+    assert from_source(composed(*TINY, *corpus, *start, "scaling=none")).model.original_length is None
     trainer = Trainer(config, check_settings(config, Ranks()), tmp_path / "long", Ranks())
     plain = GPTConfig(vocab_size=257, n_layer=1, n_head=2, head_dim=8, train_length=16, scaling={"name": "yarn"})
     assert torch.equal(trainer.model.pos.frequencies(64)[0], GPT(plain).pos.frequencies(64)[0])
