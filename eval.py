@@ -4,9 +4,8 @@
     python eval.py runs=[outputs/a,outputs/b]         several, side by side
     python eval.py protocol=nonoverlapping lengths=[256,512]
 
-Two protocols, since they answer different questions (Press et al. 2021, "Train Short, Test Long", section 2.2):
-`nonoverlapping` cuts the text into windows and scores every token once, so that longer windows also have fewer tokens
-with little context; `sliding` scores the same tokens at every length, only their context differs.
+Two protocols, since they answer different questions (Press et al. 2021, "Train Short, Test Long", section 2.2): longer
+windows of `nonoverlapping` also have fewer tokens with little context; under `sliding` only the context differs.
 """
 
 import json
@@ -15,6 +14,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -25,24 +25,10 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 from tqdm import tqdm
 
+import runs
 from data import DataConfig, TokenFiles, Tokenizer, get_tokenizer, prepare
 from model import GPT
-from model.checkpoint import latest_checkpoint, load_weights
-from runs import (
-    WandbRun,
-    autocast,
-    checked,
-    clear_errors,
-    latest_run,
-    pick_device,
-    pick_precision,
-    plain_number,
-    read_run,
-    require,
-    start_wandb,
-    wandb_mode,
-    write_text,
-)
+from model.checkpoint import latest_checkpoint, load_weights, write_file
 
 log = logging.getLogger("ropewalk")
 
@@ -73,9 +59,6 @@ class EvalConfig:
 
 
 ConfigStore.instance().store(name="eval_schema", node=EvalConfig)
-
-
-# ---- measuring ------------------------------------------------------------------------------------------------------
 
 
 def window_spans(
@@ -130,38 +113,26 @@ def evaluate_lengths(
     _check_measurement(tokens, lengths, protocol, stride, max_targets)
     lengths = [int(length) for length in lengths]
     limit = model.pos.max_length
-    plans = {
-        length: window_spans(len(tokens), lengths, length, protocol, stride, max_targets)
-        for length in lengths
-        if limit is None or length <= limit
-    }
-    rows = []
-    bar = tqdm(
-        total=sum(int(spans[:, 1].sum()) for spans in plans.values()),
-        unit="token",
-        unit_scale=True,
-        leave=False,
-        disable=None if progress else True,
-    )
+    fitting = [length for length in lengths if limit is None or length <= limit]
+    plans = {length: window_spans(len(tokens), lengths, length, protocol, stride, max_targets) for length in fitting}
+    rows, total = [], sum(int(spans[:, 1].sum()) for spans in plans.values())
+    bar = tqdm(total=total, unit="token", unit_scale=True, leave=False, disable=None if progress else True)
     was_training = model.training
     model.eval()
     try:
         for length in lengths:
+            rows.append({"length": length, "nll": None, "perplexity": None, "stderr": None, "scored": 0})
+            if bytes_per_token is not None:
+                rows[-1]["bits_per_byte"] = None
             if length not in plans:
-                row = {"nll": None, "perplexity": None, "stderr": None, "scored": 0, "note": f"table ends at {limit}"}
-                if bytes_per_token is not None:
-                    row["bits_per_byte"] = None
-                rows.append({"length": length, **row})
+                rows[-1]["note"] = f"table ends at {limit}"
                 continue
             bar.set_description(f"length {length}", refresh=False)
-            losses, counts, n_bytes = _score(
-                model, tokens, length, plans[length], bytes_per_token, batch_tokens, bar.update
-            )
+            losses, counts, n_bytes = _score(model, tokens, length, plans[length], bytes_per_token, batch_tokens, bar)
             nll, stderr = ratio_and_error(losses, counts)
-            row = {"length": length, "nll": nll, "perplexity": _exp(nll), "stderr": stderr, "scored": int(counts.sum())}
-            if bytes_per_token is not None:
-                row["bits_per_byte"] = losses.sum() / math.log(2) / n_bytes if n_bytes else None
-            rows.append(row)
+            rows[-1] |= {"nll": nll, "perplexity": _exp(nll), "stderr": stderr, "scored": int(counts.sum())}
+            if n_bytes:
+                rows[-1]["bits_per_byte"] = losses.sum() / math.log(2) / n_bytes
     finally:
         model.train(was_training)
         bar.close()
@@ -190,32 +161,26 @@ def _check_measurement(
 
 @torch.inference_mode()
 def _score(
-    model: GPT,
-    tokens: np.ndarray,
-    length: int,
-    spans: np.ndarray,
-    bytes_per_token: np.ndarray | None,
-    batch_tokens: int,
-    tick: Callable[[int], Any],
+    model: GPT, tokens: np.ndarray, length: int, spans: np.ndarray, bytes_per_token, batch_tokens: int, bar: tqdm
 ) -> tuple[np.ndarray, np.ndarray, int]:
     """Summed loss and count of every window, float64 and int64 (windows,), and the bytes of all scored tokens."""
     device = next(model.parameters()).device
-    losses, n_bytes = [], 0
-    for size in np.unique(spans[:, 1])[::-1]:  # the last window of a text may be shorter: a batch of its own
-        same = spans[spans[:, 1] == size]
+    losses, n_bytes = np.empty(len(spans)), 0
+    for size in np.unique(spans[:, 1]):  # the last window of a text may be shorter: a batch of its own
+        same = np.flatnonzero(spans[:, 1] == size)
         per_batch = max(1, batch_tokens // int(size))
-        for batch in (same[i : i + per_batch] for i in range(0, len(same), per_batch)):
+        for part in (same[i : i + per_batch] for i in range(0, len(same), per_batch)):
+            batch = spans[part]
             ids = torch.from_numpy(tokens[batch[:, :1] + np.arange(size + 1)].astype(np.int64))  # (windows, size + 1)
             model.check_tokens(ids)
             targets = ids[:, 1:].clone()
             targets[torch.arange(size) < size - torch.from_numpy(batch[:, 2:])] = -100
             nll = model(ids[:, :-1].to(device), targets=targets.to(device), scaling_length=length)
-            tick(len(batch) * int(size))
-            losses.append(nll.cpu().double().sum(dim=1).numpy())
+            bar.update(len(batch) * int(size))
+            losses[part] = nll.cpu().double().sum(dim=1).numpy()
             if bytes_per_token is not None:
                 n_bytes += int(bytes_per_token[targets[targets != -100].numpy()].sum())
-    order = np.concatenate([np.flatnonzero(spans[:, 1] == size) for size in np.unique(spans[:, 1])[::-1]])
-    return np.concatenate(losses)[np.argsort(order)], spans[:, 2], n_bytes
+    return losses, spans[:, 2], n_bytes
 
 
 def ratio_and_error(losses: np.ndarray, counts: np.ndarray) -> tuple[float, float | None]:
@@ -247,26 +212,14 @@ def measure_run(
     about: run, folder, checkpoint and trained_on (the fingerprint of its training data). protocol: protocol, stride and
     max_targets of evaluate_lengths.
     """
-    with autocast(next(model.parameters()).device, precision):
+    with runs.autocast(next(model.parameters()).device, precision):
         rows = evaluate_lengths(
             model, files.val, lengths, bytes_per_token=tokenizer.bytes_per_token, progress=progress, **protocol
         )
-    return {
-        **about,
-        "pos": model.config.pos,
-        "scaling": model.config.scaling,
-        "train_length": model.config.train_length,
-        "tokenizer": tokenizer.name,
-        "corpus": files.meta["corpus"],
-        "fingerprint": files.fingerprint,
-        "precision": precision,
-        **protocol,
-        "stride": protocol["stride"] if protocol["protocol"] == "sliding" else None,
-        "rows": rows,
-    }
-
-
-# ---- showing --------------------------------------------------------------------------------------------------------
+    c, used = model.config, protocol if protocol["protocol"] == "sliding" else protocol | {"stride": None}
+    network = {"pos": c.pos, "scaling": c.scaling, "train_length": c.train_length, "tokenizer": tokenizer.name}
+    data = {"corpus": files.meta["corpus"], "fingerprint": files.fingerprint}
+    return {**about, **network, **data, "precision": precision, **used, "rows": rows}
 
 
 def default_lengths(train_length: int, multiples: Sequence[float] = MULTIPLES) -> list[int]:
@@ -307,12 +260,8 @@ def table(results: list[dict]) -> str:
     rows, train_length = results[0]["rows"], results[0]["train_length"]
     base = next((row["nll"] for row in rows if row["length"] == train_length), None)
     ratios = ["" if None in (base, row["nll"]) else f"{_exp(row['nll'] - base):.3g}" for row in rows]
-    columns = [
-        ["perplexity", *map(with_error, rows)],
-        ["bits/byte", *map(_bits, rows)],
-        [f"÷ at {train_length}", *ratios],
-    ]
-    return _aligned([lengths, *columns])
+    perplexities, bits = ["perplexity", *map(with_error, rows)], ["bits/byte", *map(_bits, rows)]
+    return _aligned([lengths, perplexities, bits, [f"÷ at {train_length}", *ratios]])
 
 
 def _aligned(columns: list[list[str]]) -> str:
@@ -322,69 +271,49 @@ def _aligned(columns: list[list[str]]) -> str:
 
 def plot(results: list[dict], path: Path) -> None:
     """One curve a run, perplexity over length, as a PNG; error bars are one standard error."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    from matplotlib import ticker
+    from matplotlib.figure import Figure  # not pyplot: a notebook's backend is left alone
 
     colours = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")  # Okabe and Ito 2008
     markers = "osDv^<>P*"  # more than colours: no two of the first 63 curves look the same
-    figure, axes = plt.subplots(figsize=(7 if len(results) <= 3 else 10, 4.5), layout="constrained")
+    figure = Figure(figsize=(7 if len(results) <= 3 else 10, 4.5), layout="constrained")
+    axes = figure.subplots()
     values = []
-    for i, result in enumerate(results):
-        colour = colours[i % len(colours)]
-        rows = [row for row in result["rows"] if plain_number(row["perplexity"]) is not None]
+    for result, colour, marker in zip(results, cycle(colours), cycle(markers), strict=False):
+        rows = [row for row in map(runs.finite, result["rows"]) if row["perplexity"] is not None]
         lengths, perplexities = [row["length"] for row in rows], [row["perplexity"] for row in rows]
         errors = [row["perplexity"] * (row["stderr"] or 0) for row in rows]
         label = "\u200b" + result["run"].replace("$", r"\$")  # no formula, and no leading _, which hides it
         ended = next((row["note"] for row in result["rows"] if row["nll"] is None), None)
         if ended:
             label += f" ({ended})"
-        axes.errorbar(
-            lengths, perplexities, yerr=errors, marker=markers[i % len(markers)], capsize=3, color=colour, label=label
-        )
+        axes.errorbar(lengths, perplexities, yerr=errors, marker=marker, capsize=3, color=colour, label=label)
         if ended and rows:
             axes.plot(lengths[-1], perplexities[-1], marker="x", markersize=14, markeredgewidth=2.5, color=colour)
         values += perplexities
     for train_length in sorted({result["train_length"] for result in results}):
         axes.axvline(train_length, color="#777777", linestyle="--", linewidth=1, zorder=0)
-        axes.annotate(
-            f"training length {train_length} ",
-            (train_length, 1),
-            xycoords=("data", "axes fraction"),
-            xytext=(-2, -4),
-            textcoords="offset points",
-            rotation=90,
-            ha="right",
-            va="top",
-            color="#555555",
-            fontsize=9,
-        )
+        place = {"transform": axes.get_xaxis_transform(), "rotation": 90, "ha": "right", "va": "top"}
+        axes.text(train_length, 0.99, f"training length {train_length}", color="#555555", fontsize=9, **place)
     all_lengths = sorted({row["length"] for result in results for row in result["rows"]})
     axes.set_xscale("log", base=2)
     axes.set_xlim(all_lengths[0] / 1.25, all_lengths[-1] * 1.1)
     if values and max(values) > 3 * min(values):
         axes.set_yscale("log")
-        axes.yaxis.set_minor_formatter(matplotlib.ticker.NullFormatter())
-        axes.yaxis.set_major_locator(matplotlib.ticker.LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
-        axes.yaxis.set_major_formatter(matplotlib.ticker.FormatStrFormatter("%g"))
+        axes.yaxis.set_minor_formatter(ticker.NullFormatter())
+        axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
+        axes.yaxis.set_major_formatter(ticker.FormatStrFormatter("%g"))
     axes.set_xticks(all_lengths, [str(length) for length in all_lengths], rotation=45 if len(all_lengths) > 6 else 0)
-    axes.xaxis.set_minor_locator(matplotlib.ticker.NullLocator())
-    axes.set_xlabel("tokens of context evaluated (log scale)")
-    axes.set_ylabel("validation perplexity")
+    axes.xaxis.set_minor_locator(ticker.NullLocator())
+    axes.set(xlabel="tokens of context evaluated (log scale)", ylabel="validation perplexity")
     axes.set_title(f"Length extrapolation, {results[0]['protocol']} windows", fontsize=11)
     axes.grid(alpha=0.25)
-    if len(results) > 3:  # beside the curves, where it hides none
-        axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
-    else:
-        axes.legend(frameon=False)
-    temporary = path.with_name(f".{path.name}.tmp.png")
-    figure.savefig(temporary, dpi=150)
-    temporary.replace(path)
-    plt.close(figure)
+    beside = {"loc": "center left", "bbox_to_anchor": (1, 0.5)} if len(results) > 3 else {}  # there it hides no curve
+    axes.legend(frameon=False, **beside)
+    write_file(path, lambda temporary: figure.savefig(temporary, dpi=150, format="png"))
 
 
-def log_curve(result: dict, prefix: str, record: Callable[[dict], None], wandb_run: WandbRun) -> None:
+def log_curve(result: dict, prefix: str, record: Callable[[dict], None], wandb_run: runs.WandbRun) -> None:
     """The curve as metrics with length as their x-axis, and a summary value a length to sort runs by."""
     rows = [row for row in result["rows"] if row["nll"] is not None]
     for row in rows:
@@ -395,21 +324,15 @@ def log_curve(result: dict, prefix: str, record: Callable[[dict], None], wandb_r
 
 def write_report(results: list[dict], folder: Path) -> None:
     """extrapolation.json and extrapolation.png: the object of one run, or a list of several."""
-    safe = [
-        {**result, "rows": [{k: plain_number(v) for k, v in row.items()} for row in result["rows"]]}
-        for result in results
-    ]
+    safe = [{**result, "rows": [runs.finite(row) for row in result["rows"]]} for result in results]
     folder.mkdir(parents=True, exist_ok=True)
-    write_text(folder / "extrapolation.json", json.dumps(safe if len(safe) > 1 else safe[0], indent=1) + "\n")
+    runs.write_text(folder / "extrapolation.json", json.dumps(safe if len(safe) > 1 else safe[0], indent=1) + "\n")
     plot(results, folder / "extrapolation.png")
-
-
-# ---- the command ----------------------------------------------------------------------------------------------------
 
 
 def _folders(config: DictConfig) -> list[Path]:
     if config.runs is None:
-        return [latest_run(Path(config.root))]
+        return [runs.latest_run(Path(config.root))]
     given = [config.runs] if isinstance(config.runs, str) else list(config.runs)
     if not given:
         raise ValueError("runs=[]: give at least one run folder, or leave it out for the latest run")
@@ -418,12 +341,12 @@ def _folders(config: DictConfig) -> list[Path]:
 
 def evaluate_runs(config: DictConfig) -> list[dict]:
     """Measure every run of the configuration, print the table, write the files and log to wandb."""
-    config = checked(config, EvalConfig)
-    require(config, {"stride": 1, "max_targets": 1})
+    config = runs.checked(config, EvalConfig)
+    runs.require(config, {"stride": 1, "max_targets": 1})
     if config.protocol not in PROTOCOLS:
         raise ValueError(f"protocol={config.protocol!r}: use {' or '.join(PROTOCOLS)}")
-    mode, device = wandb_mode(config.wandb.mode), pick_device(config.device)
-    precision = pick_precision(config.precision, device)
+    mode, device = runs.wandb_mode(config.wandb.mode), runs.pick_device(config.device)
+    precision = runs.pick_precision(config.precision, device)
     folders = _folders(config)
     out = Path(config.out).expanduser() if config.out else folders[0]
     if len(folders) > 1 and not config.out:
@@ -431,20 +354,16 @@ def evaluate_runs(config: DictConfig) -> list[dict]:
     if out.exists() and not out.is_dir():
         raise ValueError(f"out={out}: is a file; give a folder")
     scaling = OmegaConf.to_container(config)["scaling"]
-    runs, models, checkpoints = [], [], []
-    for folder in folders:  # all of them before any is measured
-        runs.append(read_run(folder))
-        checkpoints.append(latest_checkpoint(folder))
-        models.append(load_weights(checkpoints[-1], device, scaling))
+    sources, checkpoints = [*map(runs.read_run, folders)], [*map(latest_checkpoint, folders)]
+    models = [load_weights(path, device, scaling) for path in checkpoints]  # all of them before any is measured
     train_length = min(model.config.train_length for model in models)
     lengths = sorted(set(config.lengths)) if config.lengths is not None else default_lengths(train_length)
     stride = config.stride if config.stride is not None else max(1, min(train_length // 2, min(lengths, default=1)))
     protocol = {"protocol": config.protocol, "stride": stride, "max_targets": config.max_targets}
-
     log.info("%s windows on %s in %s, lengths %s", config.protocol, device, precision, ", ".join(map(str, lengths)))
     results = []
-    names = [setting.name for setting, _ in runs]
-    for folder, (setting, origin), path, model in zip(folders, runs, checkpoints, models, strict=True):
+    names = [setting.name for setting, _ in sources]
+    for folder, (setting, origin), path, model in zip(folders, sources, checkpoints, models, strict=True):
         tokenizer = get_tokenizer(setting.tokenizer.name)
         files = prepare(DataConfig(**setting.data), tokenizer, say=log.info)
         name = setting.name if names.count(setting.name) == 1 else folder.resolve().name
@@ -455,11 +374,11 @@ def evaluate_runs(config: DictConfig) -> list[dict]:
     for note in comparability(results):
         log.warning("note: %s", note)
     write_report(results, out)
-    for folder, (setting, origin), result in zip(folders, runs, results, strict=True):
+    for folder, (setting, origin), result in zip(folders, sources, results, strict=True):
         if out != folder and not (config.out and len(results) == 1):
             write_report([result], folder)
         settings = OmegaConf.merge(setting.wandb, {"mode": mode if setting.wandb.mode != "disabled" else "disabled"})
-        wandb_run = start_wandb(settings, folder, origin["wandb_id"], name=setting.name)
+        wandb_run = runs.start_wandb(settings, folder, origin["wandb_id"], name=setting.name)
         used = result["scaling"] or {}
         stretched = "".join(f"_{used[key]}" for key in ("name", "factor") if used.get(key))
         log_curve(result, f"extrapolation/{config.protocol}{stretched}", wandb_run.log, wandb_run)
@@ -485,7 +404,7 @@ def comparability(results: list[dict]) -> list[str]:
 
 @hydra.main(version_base="1.3", config_path="configs", config_name="eval")
 def main(config: DictConfig) -> None:
-    with clear_errors():
+    with runs.clear_errors():
         evaluate_runs(config)
 
 

@@ -1,8 +1,4 @@
-"""What training and evaluation share: settings, devices, processes, the run folder, wandb.
-
-It stands beside train.py and eval.py because both need it, and neither model/ (which knows no Hydra and no wandb) nor
-data/ is the place for it.
-"""
+"""What train.py and eval.py share, and model/ must not know: settings, devices, processes, the run folder, wandb."""
 
 import atexit
 import contextlib
@@ -12,6 +8,7 @@ import math
 import netrc
 import os
 import platform
+import re
 import shlex
 import shutil
 import sys
@@ -22,6 +19,7 @@ from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from hydra.errors import CompactHydraException
@@ -29,11 +27,9 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from data import DataConfig
+from model.checkpoint import write_file
 
 log = logging.getLogger("ropewalk")
-
-
-# ---- settings -------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -41,20 +37,6 @@ class WandbSettings:
     mode: str = "auto"
     project: str = "ropewalk"
     group: str | None = None
-
-
-@dataclass
-class ModelSettings:
-    n_layer: int = MISSING
-    n_head: int = MISSING
-    n_kv_head: int | None = None
-    head_dim: int = MISSING
-    width: int | None = None
-    original_length: int | None = None
-    train_length: int = MISSING
-    attention: str = MISSING
-    bias: bool = MISSING
-    dropout: float = MISSING
 
 
 @dataclass
@@ -100,7 +82,7 @@ class TrainConfig:
     resume: str | None = None
     init_from: str | None = None
     init_table: str | None = None
-    model: ModelSettings = field(default_factory=ModelSettings)
+    model: dict[str, Any] = MISSING  # this and the next two are checked by GPTConfig
     pos: dict[str, Any] = MISSING
     scaling: dict[str, Any] | None = None
     data: DataConfig = MISSING
@@ -120,7 +102,7 @@ def _run_dir(resume: str | None, name: str) -> str:
 
     The processes of a torchrun job other than the first get a temporary place: the first one's folder is the run's.
     """
-    if (ranks := torchrun()) and not ranks.first:
+    if not torchrun().first:
         folder = tempfile.mkdtemp(prefix="ropewalk-rank-")
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
         return folder
@@ -134,21 +116,14 @@ def _run_dir(resume: str | None, name: str) -> str:
     return str(folder)
 
 
-def _register_resolvers() -> None:
-    """The functions that the YAML files call by name; the only ones."""
-    OmegaConf.register_new_resolver("machine", machine, replace=True)
-    OmegaConf.register_new_resolver(
-        "by_preset",
-        lambda cpu, gpu, *, _root_: {"cpu": cpu, "gpu": gpu}[_root_.get("preset") or machine()],
-        replace=True,
-    )
-    OmegaConf.register_new_resolver("run_dir", _run_dir, replace=True)
-    OmegaConf.register_new_resolver(
-        "run_subdir", lambda resume, name: os.path.relpath(_run_dir(resume, name), "outputs"), replace=True
-    )
-
-
-_register_resolvers()
+RESOLVERS = {  # the functions that the YAML files call by name; the only ones
+    "machine": machine,
+    "by_preset": lambda cpu, gpu, *, _root_: {"cpu": cpu, "gpu": gpu}[_root_.get("preset") or machine()],
+    "run_dir": _run_dir,
+    "run_subdir": lambda resume, name: os.path.relpath(_run_dir(resume, name), "outputs"),
+}
+for _name, _resolver in RESOLVERS.items():
+    OmegaConf.register_new_resolver(_name, _resolver, replace=True)
 
 
 def checked(config: DictConfig, schema: type) -> DictConfig:
@@ -157,9 +132,7 @@ def checked(config: DictConfig, schema: type) -> DictConfig:
     Hydra checks all but what is added with a plus sign, and what is read from a run folder.
     """
     try:
-        return OmegaConf.merge(
-            OmegaConf.structured(schema), OmegaConf.create(OmegaConf.to_container(config, resolve=True))
-        )
+        return OmegaConf.merge(OmegaConf.structured(schema), OmegaConf.to_container(config, resolve=True))
     except OmegaConfBaseException as error:
         raise ValueError(str(error).splitlines()[0] + f" (setting {error.full_key})") from error
 
@@ -181,32 +154,25 @@ def clear_errors(folder: Path | None = None) -> Iterator[None]:
     """
     try:
         yield
-    except (ValueError, OSError) as error:
+    except BaseException as error:
         log.debug("failed", exc_info=True)
+        if not isinstance(error, (ValueError, OSError)):
+            raise
         where = f"\n(traceback in {folder / 'train.log'})" if folder else ""
         raise CompactHydraException(f"error: {error}{where}") from error
-    except BaseException:
-        log.debug("failed", exc_info=True)
-        raise
-
-
-# ---- devices and processes ------------------------------------------------------------------------------------------
 
 
 def pick_device(name: str, local_rank: int = 0) -> torch.device:
     """`auto` or a device by name; under torchrun each process takes the CUDA device of its local rank."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ValueError(f"device={name!r}: use auto, cuda, cuda:<number>, mps or cpu") from error
+    if not re.fullmatch(r"cuda(:\d\d?)?|mps|cpu", name):
+        raise ValueError(f"device={name!r}: use auto, cuda, cuda:<number>, mps or cpu")
+    device = torch.device(name)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device={name}: this torch finds no CUDA device; use device=auto or device=cpu")
     if device.type == "mps" and not torch.backends.mps.is_available():
         raise ValueError(f"device={name}: this torch finds no Apple GPU; use device=auto or device=cpu")
-    if device.type not in ("cuda", "mps", "cpu"):
-        raise ValueError(f"device={name!r}: use auto, cuda, cuda:<number>, mps or cpu")
     if device.type == "cuda":
         index = local_rank if device.index is None else device.index
         if index >= torch.cuda.device_count():
@@ -261,48 +227,47 @@ class Ranks:
         return box[0]
 
 
-def torchrun() -> Ranks | None:
-    """This process' place in a torchrun job; None without. ValueError where only a part of it is set."""
+def torchrun() -> Ranks:
+    """This process' place in a torchrun job, or alone. ValueError where only a part of it is set."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
     found = [os.environ[name] for name in names if name in os.environ]
     if len(found) == len(names):
         return Ranks(*map(int, found))
     if "WORLD_SIZE" in os.environ:
-        raise ValueError(
-            f"of {', '.join(names)} only a part is set: start with torchrun, which sets all, or unset them"
-        )
-    return None
+        raise ValueError(f"of {', '.join(names)} only a part is set: start with torchrun, or unset them")
+    return Ranks()
 
 
 def join_processes(device_name: str) -> Ranks:
     """Join the torchrun job this process belongs to, if any, until it ends; a sweep's later jobs find it joined."""
     ranks = torchrun()
-    if ranks is None:
-        return Ranks()
     if not ranks.first:
         logging.getLogger().setLevel(logging.ERROR)
-    if not dist.is_initialized():
+    if ranks.world_size > 1 and not dist.is_initialized():
         backend = "nccl" if pick_device(device_name, ranks.local_rank).type == "cuda" else "gloo"
         # The others wait while the first process tokenises a corpus or evaluates.
         dist.init_process_group(backend, timeout=timedelta(hours=6))
-        atexit.register(dist.destroy_process_group)
     return ranks
 
 
-# ---- the run folder -------------------------------------------------------------------------------------------------
+@contextlib.contextmanager
+def all_jobs() -> Iterator[None]:
+    """Around all the jobs of this process: at their end the processes part together, while the interpreter is whole.
+
+    Parting at the interpreter's exit, or while another still talks, now and then ended in an abort.
+    """
+    try:
+        yield
+        if dist.is_initialized():
+            dist.barrier()
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 def write_text(path: Path, text: str, new: bool = False) -> None:
     """Put a whole file in place, or none. new: FileExistsError where there is one, even if it came this moment."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(text, encoding="utf-8")
-    try:
-        if new:
-            os.link(temporary, path)
-        else:
-            os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    write_file(path, lambda temporary: temporary.write_text(text, encoding="utf-8"), new)
 
 
 def read_run(run: Path) -> tuple[DictConfig, dict]:
@@ -334,28 +299,21 @@ def latest_run(root: Path) -> Path:
 
 def provenance() -> dict:
     """Where a number came from, as far as the program can know."""
-    import numpy
-
-    return {
-        "command": shlex.join(sys.argv),
-        "python": platform.python_version(),
-        "torch": str(torch.__version__),
-        "numpy": numpy.__version__,
-        "machine": f"{platform.system()} {platform.machine()}",
-    }
+    versions = {"python": platform.python_version(), "torch": str(torch.__version__), "numpy": np.__version__}
+    return {"command": shlex.join(sys.argv), **versions, "machine": f"{platform.system()} {platform.machine()}"}
 
 
-def plain_number(value: Any) -> Any:
-    """JSON has no NaN and no infinity: null stands for both."""
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+def finite(row: dict) -> dict:
+    """JSON has no NaN and no infinity: None stands for both."""
+    return {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()}
 
 
 class MetricsFile:
     """metrics.jsonl: one JSON object a line, each with its step, whatever wandb does."""
 
     def __init__(self, path: Path, keep: Callable[[dict], bool]):
-        """Open for appending. Rows that a resumed run makes again, those it does not `keep`, are dropped."""
-        rows = []
+        """Rows that a resumed run makes again, those it does not `keep`, are dropped."""
+        self.path, rows = path, []
         for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
             try:
                 row = json.loads(line)
@@ -364,17 +322,10 @@ class MetricsFile:
             if keep(row):
                 rows.append(line + "\n")
         write_text(path, "".join(rows))
-        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 (closed with the run)
 
     def write(self, row: dict) -> None:
-        self._file.write(json.dumps({key: plain_number(value) for key, value in row.items()}) + "\n")
-        self._file.flush()
-
-    def close(self) -> None:
-        self._file.close()
-
-
-# ---- wandb ----------------------------------------------------------------------------------------------------------
+        with open(self.path, "a", encoding="utf-8") as file:
+            file.write(json.dumps(finite(row)) + "\n")
 
 
 def _logged_in() -> bool:
@@ -382,9 +333,9 @@ def _logged_in() -> bool:
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
     host = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai").split("://")[-1].split("/")[0]
-    for path in (os.environ.get("NETRC"), "~/.netrc", "~/_netrc"):
+    for path in (os.environ["NETRC"],) if os.environ.get("NETRC") else ("~/.netrc", "~/_netrc"):
         with contextlib.suppress(OSError, netrc.NetrcParseError):
-            if path and netrc.netrc(os.path.expanduser(path)).authenticators(host):
+            if netrc.netrc(os.path.expanduser(path)).authenticators(host):
                 return True
     return False
 
@@ -394,11 +345,10 @@ class WandbRun:
     """A wandb run, or nothing at all where wandb.mode=disabled. A failing wandb never stops the work."""
 
     run: Any = None
-    _broken: bool = field(default=False, repr=False)
 
     def log(self, row: dict) -> None:
         """Log what is there: None is left out, as wandb would show it as a value."""
-        self._call(lambda: self.run.log({key: value for key, value in row.items() if plain_number(value) is not None}))
+        self._call(lambda: self.run.log({key: value for key, value in finite(row).items() if value is not None}))
 
     def summary(self, values: dict) -> None:
         self._call(lambda: self.run.summary.update(values))
@@ -407,12 +357,12 @@ class WandbRun:
         self._call(lambda: self.run.finish(exit_code=1 if failed else 0))
 
     def _call(self, action: Callable[[], None]) -> None:
-        if self.run is None or self._broken:
+        if self.run is None:
             return
         try:
             action()
         except Exception as error:
-            self._broken = True
+            self.run = None
             log.warning("wandb failed and is left out from here on: %s (metrics.jsonl goes on)", error)
 
 
@@ -438,28 +388,21 @@ def start_wandb(settings: DictConfig, run_folder: Path, run_id: str | None, **in
     import wandb
 
     folder = run_folder.resolve().parent
-    options = {
-        "project": settings.project,
-        "group": settings.group,
-        "dir": str(folder),
-        "id": run_id,
-        "resume": "allow" if mode == "online" else None,
-        "settings": wandb.Settings(silent=True, console="off", init_timeout=60),
-        **init,
-    }
-    try:
-        run = wandb.init(mode=mode, **options)
-    except Exception as error:
-        if mode == "offline":
-            log.warning("wandb could not start: %s (metrics.jsonl goes on)", error)
-            return WandbRun()
-        log.warning("wandb is not reachable (%s); logging offline", error)
-        run = wandb.init(mode="offline", **{**options, "resume": None})
+    init |= {"project": settings.project, "group": settings.group, "dir": str(folder), "id": run_id}
+    init["settings"] = wandb.Settings(silent=True, console="off", init_timeout=60)
+    for attempt in dict.fromkeys((mode, "offline")):
+        try:
+            run = wandb.init(mode=attempt, resume="allow" if attempt == "online" else None, **init)
+            break
+        except Exception as error:
+            log.warning("wandb could not start %s: %s (metrics.jsonl goes on)", attempt, error)
+    else:
+        return WandbRun()
     run.define_metric("tokens")
     for prefix in ("train", "val", "speed"):
         run.define_metric(f"{prefix}/*", step_metric="tokens")
     run.define_metric("extrapolation/length")
     run.define_metric("extrapolation/*", step_metric="extrapolation/length")
-    where = run.url if mode == "online" else f"offline in {folder / 'wandb'}"
+    where = run.url if attempt == "online" else f"offline in {folder / 'wandb'}"
     log.info("wandb    %s, run %s", where, run.id)
     return WandbRun(run)

@@ -25,36 +25,16 @@ from torch.nn.functional import interpolate
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
+import runs
 from data import DataConfig, TokenFiles, Tokenizer, absolute, draw_batch, get_tokenizer, prepare
 from eval import default_lengths, log_curve, measure_run, table, with_error, write_report
 from model import GPT, GPTConfig
-from model.checkpoint import latest_checkpoint, load_run, load_state, load_weights, save_checkpoint
-from model.checkpoint import read_config as read_gpt_config
-from runs import (
-    MetricsFile,
-    Ranks,
-    TrainConfig,
-    autocast,
-    checked,
-    clear_errors,
-    join_processes,
-    pick_device,
-    pick_precision,
-    provenance,
-    read_run,
-    require,
-    start_wandb,
-    wandb_mode,
-    write_text,
-)
+from model.checkpoint import latest_checkpoint, load_run, load_state, load_weights, read_config, save_checkpoint
 
 log = logging.getLogger("ropewalk")
 
 
-# ---- settings -------------------------------------------------------------------------------------------------------
-
-
-ConfigStore.instance().store(name="train_schema", node=TrainConfig)
+ConfigStore.instance().store(name="train_schema", node=runs.TrainConfig)
 
 # What may differ from the run that is resumed; all else comes from its config.yaml.
 RESUMABLE = {"resume", "device", "wandb.mode", "train.max_steps", "train.eval_every", "train.checkpoint_every"}
@@ -62,34 +42,34 @@ RESUMABLE = {"resume", "device", "wandb.mode", "train.max_steps", "train.eval_ev
 
 def resumed_config(config: DictConfig, overrides: list[str]) -> DictConfig:
     """The configuration of the run to resume, with the few settings that may change taken from the command line."""
-    saved, _ = read_run(Path(config.resume).expanduser())
-    keys = [override.split("=", 1)[0].lstrip("+~") for override in overrides]
-    for key in keys:
+    saved, _ = runs.read_run(Path(config.resume).expanduser())
+    for override in overrides:
+        key = override.split("=", 1)[0].lstrip("+~")
         if key not in RESUMABLE:
             raise ValueError(
                 f"{key}: cannot change when a run is resumed (resume={config.resume}), its config.yaml decides; "
                 f"only {', '.join(sorted(RESUMABLE))} can. To start anew from its weights: init_from=<run folder>"
             )
         OmegaConf.update(saved, key, OmegaConf.select(config, key))
-    return checked(saved, TrainConfig)
+    return runs.checked(saved, runs.TrainConfig)
 
 
 def from_source(config: DictConfig) -> DictConfig:
     """Where a run starts from another's weights under a scaling, its formulas start from that one's length."""
     scaled = config.scaling is not None and config.scaling.get("name") != "none"
-    if config.init_from and scaled and config.model.original_length is None:
+    if config.init_from and scaled and config.model.get("original_length") is None:
         source = latest_checkpoint(Path(config.init_from).expanduser())
-        config.model.original_length = read_gpt_config(source).original_length
+        config.model.original_length = read_config(source).original_length
     return config
 
 
-def check_settings(config: DictConfig, ranks: Ranks) -> GPTConfig:
+def check_settings(config: DictConfig, ranks: runs.Ranks) -> GPTConfig:
     """Everything that can be known to be wrong before any work is done. Raises ValueError naming the setting."""
     t, v = config.train, config.val
     least = {"max_steps": 1, "batch_size": 1, "micro_batch_size": 1, "warmup_steps": 0, "weight_decay": 0}
     least |= {"eval_every": 1, "checkpoint_every": 1, "log_every": 1, "min_lr_ratio": 0, "beta1": 0, "beta2": 0}
-    require(config, {f"train.{key}": low for key, low in least.items()} | {"val.stride": 1, "val.max_targets": 1})
-    require(config, {"seed": 0})
+    runs.require(config, {f"train.{key}": low for key, low in least.items()} | {"val.stride": 1, "val.max_targets": 1})
+    runs.require(config, {"seed": 0})
     if config.seed >= 2**63:
         raise ValueError(f"seed={config.seed}: must be below 2^63")
     for key in ("lr", "grad_clip"):
@@ -109,11 +89,8 @@ def check_settings(config: DictConfig, ranks: Ranks) -> GPTConfig:
         )
     if config.init_table not in (None, "interpolate"):
         raise ValueError(f"init_table={config.init_table!r}: use interpolate, or null to refuse")
-    tokenizer = get_tokenizer(config.tokenizer.name)
-    plain = OmegaConf.to_container(config)
-    return GPTConfig.from_dict(
-        {**plain["model"], "vocab_size": tokenizer.vocab_size, "pos": plain["pos"], "scaling": plain["scaling"]}
-    )
+    plain, vocab_size = OmegaConf.to_container(config), get_tokenizer(config.tokenizer.name).vocab_size
+    return GPTConfig.from_dict(plain["model"], vocab_size=vocab_size, pos=plain["pos"], scaling=plain["scaling"])
 
 
 def check_lengths(config: DictConfig, files: TokenFiles) -> list[int]:
@@ -135,13 +112,6 @@ def check_lengths(config: DictConfig, files: TokenFiles) -> list[int]:
     return fitting
 
 
-# ---- the run --------------------------------------------------------------------------------------------------------
-
-
-class NonFiniteLoss(ValueError):
-    """The loss or its gradient is NaN or infinite: nothing after it would mean anything."""
-
-
 def lr_at(step: int, t: DictConfig) -> float:
     """Learning rate of update number `step`, from 0: linear warm-up, then a cosine down to min_lr_ratio · lr."""
     if step < t.warmup_steps:
@@ -153,12 +123,15 @@ def lr_at(step: int, t: DictConfig) -> float:
 class Trainer:
     """One run: model, optimiser and data, from the step its last checkpoint was written at to max_steps."""
 
-    def __init__(self, config: DictConfig, gpt_config: GPTConfig, folder: Path, ranks: Ranks):
+    def __init__(self, config: DictConfig, gpt_config: GPTConfig, folder: Path, ranks: runs.Ranks):
         self.config, self.folder, self.ranks = config, folder, ranks
-        self.device = pick_device(config.device, ranks.local_rank)
-        self.precision = pick_precision(config.precision, self.device)
+        self.device = runs.pick_device(config.device, ranks.local_rank)
+        self.precision = runs.pick_precision(config.precision, self.device)
         torch.set_float32_matmul_precision("high" if config.train.tf32 and self.device.type == "cuda" else "highest")
-        log.info("preset   %s (%s)", config.preset, _why(config.preset, self.device))
+        if config.preset == "gpu" and self.device.type != "cuda":
+            log.warning("preset=gpu is meant for a CUDA device, and this run uses %s: expect days", self.device)
+        found = "a CUDA device is here" if torch.cuda.is_available() else "no CUDA device here"
+        log.info("preset   %s (%s)", config.preset, found)
         log.info("device   %s, %s, %d process(es)", self.device, self.precision, ranks.world_size)
 
         self.tokenizer: Tokenizer = get_tokenizer(config.tokenizer.name)
@@ -167,13 +140,10 @@ class Trainer:
             prepare(data_config, self.tokenizer, say=log.info)
         ranks.share(None)  # the others wait for the files
         self.files = prepare(data_config, self.tokenizer, say=log.info)
-        counts, documents = self.files.meta["tokens"], self.files.meta["documents"]
+        corpus, tokens, documents = (self.files.meta[key] for key in ("corpus", "tokens", "documents"))
         log.info(
-            "data     %s: %s training and %s validation tokens in %d and %d documents, fingerprint %s",
-            self.files.meta["corpus"],
-            *(f"{counts[split]:,}" for split in ("train", "val")),
-            *(documents[split] for split in ("train", "val")),
-            self.files.fingerprint,
+            f"data     {corpus}: {tokens['train']:,} training and {tokens['val']:,} validation tokens in "
+            f"{documents['train']} and {documents['val']} documents, fingerprint {self.files.fingerprint}"
         )
         self.lengths = check_lengths(config, self.files)
 
@@ -190,21 +160,17 @@ class Trainer:
                 self._start_from(Path(config.init_from).expanduser())
         self.model.to(self.device).train()
         self._say_model()
-        self.optimizer = torch.optim.AdamW(
-            self.model.optimizer_groups(config.train.weight_decay),
-            lr=config.train.lr,
-            betas=(config.train.beta1, config.train.beta2),
-            fused=self.device.type in ("cuda", "cpu", "mps"),
-        )
+        t, groups = config.train, self.model.optimizer_groups(config.train.weight_decay)
+        self.optimizer = torch.optim.AdamW(groups, lr=t.lr, betas=(t.beta1, t.beta2), fused=True)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.precision == "fp16")
         if state:
             self.optimizer.load_state_dict(state["optimizer"])
             self.scaler.load_state_dict(state["scaler"])
         self.wandb_id = state.get("wandb_id")
-        if self.wandb_id is None and wandb_mode(config.wandb.mode) != "disabled":
+        if self.wandb_id is None and runs.wandb_mode(config.wandb.mode) != "disabled":
             self.wandb_id = uuid.uuid4().hex[:8]
 
-        compiled = config.train.compile if config.train.compile != "auto" else self.device.type == "cuda"
+        compiled = t.compile if t.compile != "auto" else self.device.type == "cuda"
         self.forward = torch.compile(self.model) if compiled else self.model
         if ranks.world_size > 1:
             devices = [self.device.index] if self.device.type == "cuda" else None
@@ -217,9 +183,7 @@ class Trainer:
                 f"{self.files.fingerprint} here; going on would mix the two"
             )
         if state["step"] >= self.config.train.max_steps and (self.folder / "extrapolation.json").exists():
-            raise ValueError(
-                f"resume={self.folder}: its {state['step']} steps are done; give a larger train.max_steps to go on"
-            )
+            raise ValueError(f"resume={self.folder}: its {state['step']} steps are done; raise train.max_steps")
 
     def _start_from(self, source: Path) -> None:
         """Another run's weights. ValueError where they would mean something else here, even if their shapes fit."""
@@ -232,33 +196,24 @@ class Trainer:
         if differing:
             settings = ", ".join(f"{key}={other[key]} there, {ours[key]} here" for key in differing)
             raise ValueError(f"init_from={source}: its weights are those of another model: {settings}")
-        weights = start.state_dict()
-        rows = self.model.config.train_length
-        if self.config.init_table == "interpolate" and self.model.config.pos["name"] == "learned":
+        weights, rows, found = start.state_dict(), self.model.config.train_length, start.config.train_length
+        if ours["pos"]["name"] == "learned" and rows != found:  # all other shapes are equal by now
+            if self.config.init_table != "interpolate":
+                way_out = "init_table=interpolate stretches a learned table"
+                raise ValueError(f"init_from={source}: its table has {found} rows, not {rows}; {way_out}")
             # The first and last rows stay the ends, those between are linear mixtures of their two neighbours.
             table = weights["pos.table"].T[None]  # (1, D, rows)
             weights["pos.table"] = interpolate(table, size=rows, mode="linear", align_corners=True)[0].T
-        try:
-            self.model.load_state_dict(weights)
-        except RuntimeError as error:
-            way_out = "; init_table=interpolate stretches a learned table" if "pos.table" in str(error) else ""
-            raise ValueError(f"init_from={source}: its weights do not fit this model ({error}){way_out}") from error
+        self.model.load_state_dict(weights)
         log.info("weights  from %s", source)
 
     def _say_model(self) -> None:
         c = self.model.config
         of_scheme = sum(parameter.numel() for parameter in self.model.pos.parameters())
         log.info(
-            "model    %s: %s parameters (%s for positions), %d layers, %d heads of %d, train length %d, "
-            "%.1f MFLOP a token forward",
-            c.pos["name"],
-            f"{self.model.num_parameters():,}",
-            f"{of_scheme:,}",
-            c.n_layer,
-            c.n_head,
-            c.head_dim,
-            c.train_length,
-            self.model.flops_per_token(c.train_length) / 1e6,
+            f"model    {c.pos['name']}: {self.model.num_parameters():,} parameters ({of_scheme:,} for positions), "
+            f"{c.n_layer} layers, {c.n_head} heads of {c.head_dim}, train length {c.train_length}, "
+            f"{self.model.flops_per_token(c.train_length) / 1e6:.1f} MFLOP a token forward"
         )
 
     def _write_config(self) -> dict:
@@ -266,53 +221,42 @@ class Trainer:
         path = self.folder / "config.yaml"
         plain = OmegaConf.to_container(self.config, throw_on_missing=True)
         plain["resume"] = None
-        here = {**provenance(), "device": str(self.device), "precision": self.precision}
+        here = {**runs.provenance(), "device": str(self.device), "precision": self.precision}
         here |= {"fingerprint": self.files.fingerprint, "wandb_id": self.wandb_id}
         if self.config.resume:
-            origin = read_run(self.folder)[1]
+            origin = runs.read_run(self.folder)[1]
             here = {**origin, "wandb_id": self.wandb_id, "resumed": [*origin.get("resumed", []), here]}
         plain["provenance"] = here
         try:
-            write_text(path, OmegaConf.to_yaml(OmegaConf.create(plain)), new=not self.config.resume)
+            runs.write_text(path, OmegaConf.to_yaml(OmegaConf.create(plain)), new=not self.config.resume)
         except FileExistsError as error:
-            raise ValueError(
-                f"{self.folder}: holds a run already; resume= goes on with it, or choose another folder"
-            ) from error
+            raise ValueError(f"{self.folder}: holds a run already; resume= it, or choose another folder") from error
         return plain
 
     def train(self) -> float:
         """Train to the end; returns the validation loss at the training length (nats a token)."""
-        c, t = self.config, self.config.train
-        outputs = contextlib.ExitStack()
-        with outputs:
+        t, step_tokens = self.config.train, self.config.train.batch_size * self.config.model.train_length
+        with contextlib.ExitStack() as outputs:
             if self.ranks.first:
                 self._open_outputs(outputs)
-            bar = tqdm(
-                total=t.max_steps,
-                initial=self.step,
-                unit="step",
-                disable=None if self.ranks.first else True,
-                smoothing=0.05,
-            )
+            hidden = None if self.ranks.first else True  # None: where the output is no terminal
+            bar = tqdm(total=t.max_steps, initial=self.step, unit="step", smoothing=0.05, disable=hidden)
             outputs.enter_context(bar)
             outputs.enter_context(logging_redirect_tqdm([logging.getLogger()]))
-            nll, pending, clock, since = math.nan, [], time.perf_counter(), self.step
+            nll, pending, clock = math.nan, [], time.perf_counter()
             while self.step < t.max_steps:
                 pending.append(self._update())
                 self.step += 1
-                at_end = self.step == t.max_steps
                 bar.update()
+                at_end = self.step == t.max_steps
                 evaluate = self.step % t.eval_every == 0 or at_end
                 checkpoint = self.step % t.checkpoint_every == 0 or at_end
-                if self.step % t.log_every == 0 or evaluate or checkpoint:
-                    row = self._read(pending)
-                    seconds = time.perf_counter() - clock
-                    row["speed/tokens_per_second"] = (self.step - since) * t.batch_size * c.model.train_length / seconds
-                    bar.set_postfix_str(
-                        f"loss {row['train/loss']:.3f}, {row['speed/tokens_per_second']:,.0f} tokens/s", refresh=False
-                    )
-                    self._record(row)
-                    pending = []
+                if not (self.step % t.log_every == 0 or evaluate or checkpoint):
+                    continue
+                row = self._read(pending)
+                speed = len(pending) * step_tokens / (time.perf_counter() - clock)
+                bar.set_postfix_str(f"loss {row['train/loss']:.3f}, {speed:,.0f} tokens/s", refresh=False)
+                self._record({**row, "speed/tokens_per_second": speed})
                 # In this order a killed run measures again what it resumes before; the last weights come first of all.
                 if at_end:
                     self._checkpoint()
@@ -320,26 +264,17 @@ class Trainer:
                     nll = self._evaluate(last=at_end)
                 if checkpoint and not at_end:
                     self._checkpoint()
-                if self.step % t.log_every == 0 or evaluate or checkpoint:
-                    clock, since = time.perf_counter(), self.step
+                pending, clock = [], time.perf_counter()
             if math.isnan(nll):  # resumed after its last step, before its report
                 nll = self._evaluate(last=True)
         return self.ranks.share(nll)
 
     def _open_outputs(self, outputs: contextlib.ExitStack) -> None:
         c = self.config
-        plain_config = self._write_config()
-        self.metrics = MetricsFile(self.folder / "metrics.jsonl", self._is_kept)
-        outputs.callback(self.metrics.close)
-        self.wandb = start_wandb(
-            c.wandb,
-            self.folder,
-            self.wandb_id,
-            name=c.name,
-            job_type="train",
-            config=plain_config,
-            tags=[f"pos={c.pos.name}", f"layers={c.model.n_layer}", f"train_length={c.model.train_length}"],
-        )
+        about = {"name": c.name, "job_type": "train", "config": self._write_config()}
+        about["tags"] = [f"pos={c.pos.name}", f"layers={c.model.n_layer}", f"train_length={c.model.train_length}"]
+        self.metrics = runs.MetricsFile(self.folder / "metrics.jsonl", self._is_kept)
+        self.wandb = runs.start_wandb(c.wandb, self.folder, self.wandb_id, **about)
         outputs.push(lambda kind, error, trace: self.wandb.finish(failed=kind is not None))
 
     def _is_kept(self, row: dict) -> bool:
@@ -355,25 +290,16 @@ class Trainer:
         lr = lr_at(self.step, t)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        inputs, targets = (
-            self._to_device(array)
-            for array in draw_batch(
-                self.files.train,
-                c.model.train_length,
-                t.batch_size,
-                c.seed,
-                self.step,
-                self.ranks.rank,
-                self.ranks.world_size,
-            )
-        )
+        where = (c.seed, self.step, self.ranks.rank, self.ranks.world_size)
+        batch = draw_batch(self.files.train, c.model.train_length, t.batch_size, *where)
+        inputs, targets = map(self._to_device, batch)  # (B, T) each, B this process' share of the batch
         micro = t.micro_batch_size or len(inputs)
         parts = list(zip(inputs.split(micro), targets.split(micro), strict=True))
         loss = torch.zeros((), device=self.device)
         for i, (x, y) in enumerate(parts):
             sync = i == len(parts) - 1 or self.ranks.world_size == 1
             with contextlib.nullcontext() if sync else self.forward.no_sync():
-                with autocast(self.device, self.precision):
+                with runs.autocast(self.device, self.precision):
                     nll = self.forward(x, targets=y)  # (micro, T)
                 # A part's share of the mean over the global batch: the parts add up to one big batch, whatever their
                 # number. The factor undoes DistributedDataParallel's mean over processes.
@@ -389,14 +315,12 @@ class Trainer:
 
     def _to_device(self, array: np.ndarray) -> torch.Tensor:
         tensor = torch.from_numpy(np.ascontiguousarray(array))
-        return (
-            tensor.pin_memory().to(self.device, non_blocking=True)
-            if self.device.type == "cuda"
-            else tensor.to(self.device)
-        )
+        if self.device.type == "cuda":
+            return tensor.pin_memory().to(self.device, non_blocking=True)
+        return tensor.to(self.device)
 
     def _read(self, pending: list[tuple[int, torch.Tensor, torch.Tensor]]) -> dict:
-        """Fetch the losses of the steps since the last call, all at once, and stop if one is not finite."""
+        """The losses since the last call, fetched all at once. ValueError if one, or its gradient, is not finite."""
         losses = torch.stack([loss for _, loss, _ in pending])
         if self.ranks.world_size > 1:
             dist.all_reduce(losses)
@@ -409,15 +333,12 @@ class Trainer:
                     good = f"the last good checkpoint is {latest_checkpoint(self.folder)}"
                 except FileNotFoundError:
                     good = "there is no checkpoint yet"
-                raise NonFiniteLoss(
+                raise ValueError(
                     f"step {step + 1}: the {what}; {good}. Try a smaller train.lr, a longer train.warmup_steps "
                     "or precision=fp32"
                 )
-        return {
-            "train/loss": sum(losses.tolist()) / len(pending),
-            "train/lr": self.optimizer.param_groups[0]["lr"],
-            "train/grad_norm": norms[-1],
-        }
+        loss, lr = sum(losses.tolist()) / len(pending), self.optimizer.param_groups[0]["lr"]
+        return {"train/loss": loss, "train/lr": lr, "train/grad_norm": norms[-1]}
 
     def _evaluate(self, last: bool) -> float:
         """Validation at all lengths, by the first process; after the last step also as the run's report."""
@@ -452,20 +373,9 @@ class Trainer:
 
     def _checkpoint(self) -> None:
         if self.ranks.first:
-            state = {
-                "step": self.step,
-                "optimizer": self.optimizer.state_dict(),
-                "scaler": self.scaler.state_dict(),
-                "fingerprint": self.files.fingerprint,
-                "wandb_id": self.wandb_id,
-            }
+            state = {"step": self.step, "fingerprint": self.files.fingerprint, "wandb_id": self.wandb_id}
+            state |= {"optimizer": self.optimizer.state_dict(), "scaler": self.scaler.state_dict()}
             save_checkpoint(self.folder, self.step, self.model, state)
-
-
-def _why(preset: str, device: torch.device) -> str:
-    if preset == "gpu" and device.type != "cuda":
-        log.warning("preset=gpu is meant for a CUDA device, and this run uses %s: expect days", device)
-    return "a CUDA device is here" if torch.cuda.is_available() else "no CUDA device here"
 
 
 @hydra.main(version_base="1.3", config_path="configs", config_name="train")
@@ -473,15 +383,13 @@ def main(config: DictConfig) -> float:
     """One run; a sweeper gets its validation loss at the training length."""
     hydra_config = HydraConfig.get()
     folder = Path(hydra_config.runtime.output_dir)
-    with clear_errors(folder):
-        ranks = join_processes(config.device)
-        config = checked(config, TrainConfig)
+    with runs.clear_errors(folder):
+        ranks = runs.join_processes(config.device)
+        config = runs.checked(config, runs.TrainConfig)
         if config.resume:
             source = Path(config.resume).expanduser()
             if ranks.first and (source / "config.yaml").exists() and source.resolve() != folder.resolve():
-                raise ValueError(
-                    f"hydra.run.dir={folder}: cannot be set together with resume=, which goes on in {source}"
-                )
+                raise ValueError(f"hydra.run.dir={folder}: not together with resume=, which goes on in {source}")
             config = resumed_config(config, list(hydra_config.overrides.task))
         config = from_source(config)
         config.data = absolute(DataConfig(**config.data))
@@ -493,4 +401,5 @@ def main(config: DictConfig) -> float:
 
 
 if __name__ == "__main__":
-    main()
+    with runs.all_jobs():
+        main()

@@ -13,7 +13,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-NEED_NO_NETWORK = "stdlib and files"
+KINDS = ("stdlib", "files", "hub")
 
 
 @dataclass
@@ -44,9 +44,7 @@ class DataConfig:
         if self.kind not in KINDS:
             raise ValueError(f"data.kind={self.kind!r}: known kinds are {', '.join(KINDS)}")
         if self.kind != "stdlib" and not self.path:
-            raise ValueError(
-                f"data.path is missing: data={self.name} needs it, e.g. data=files data.path='texts/*.txt'"
-            )
+            raise ValueError(f"data.path is missing: data={self.name} needs it, e.g. data.path='texts/*.txt'")
         if not 0 < self.val_fraction < 1:
             raise ValueError(f"data.val_fraction={self.val_fraction}: must be above 0 and below 1")
 
@@ -66,14 +64,13 @@ def identity(config: DataConfig) -> dict:
     if config.kind == "hub":
         source = [config.path, config.subset, config.revision, config.train_split, config.val_split]
         return {**shared, "source": source}
-    files = _stdlib_files() if config.kind == "stdlib" else _user_files(config.path)
-    stats = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+    stats = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in _files(config)]
     return {**shared, "source": stats}
 
 
 def documents(config: DataConfig) -> Iterator[tuple[str | None, str]]:
     """All documents in a fixed order. ValueError, naming the corpus or file, where one cannot be read."""
-    return KINDS[config.kind](config)
+    return _hub(config) if config.kind == "hub" else _read_files(_files(config), config.column)
 
 
 def describe(config: DataConfig) -> str:
@@ -81,6 +78,10 @@ def describe(config: DataConfig) -> str:
     if config.kind == "stdlib":
         return f"stdlib ({platform.python_implementation()} {platform.python_version()})"
     return f"{config.name} ({config.path})"
+
+
+def _files(config: DataConfig) -> list[Path]:
+    return _stdlib_files() if config.kind == "stdlib" else _user_files(config.path)
 
 
 def _stdlib_files() -> list[Path]:
@@ -118,9 +119,8 @@ def _read_files(files: list[Path], column: str) -> Iterator[tuple[None, str]]:
     """In the order given. Text files are read as whole documents; of the others each may have columns of its own."""
     for reader, group in groupby(files, key=lambda file: READERS[file.suffix]):
         if reader == "text":
-            yield from (
-                (None, row["text"]) for row in _rows(reader, list(group), sample_by="document", encoding="utf-8-sig")
-            )
+            rows = _rows(reader, list(group), sample_by="document", encoding="utf-8-sig")
+            yield from ((None, row["text"]) for row in rows)
         else:
             yield from ((None, _text(row, column, str(file))) for file in group for row in _rows(reader, [file]))
 
@@ -167,7 +167,7 @@ def _hub(config: DataConfig) -> Iterator[tuple[str | None, str]]:
         except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
             raise ValueError(
                 f"data={config.name}: could not get {config.path} from the Hugging Face hub ({error}). The corpora "
-                f"{NEED_NO_NETWORK} need no network"
+                "stdlib and files need no network"
             ) from error
         texts = (_text(row, config.column, config.path) for row in rows)
         label = split if config.val_split is not None else None
@@ -187,10 +187,3 @@ def _articles(lines: Iterator[str]) -> Iterator[str]:
         article.append(line)
     if article:
         yield "".join(article)
-
-
-KINDS = {
-    "stdlib": lambda config: _read_files(_stdlib_files(), config.column),
-    "files": lambda config: _read_files(_user_files(config.path), config.column),
-    "hub": _hub,
-}

@@ -49,14 +49,9 @@ def get_tokenizer(name: str) -> Tokenizer:
     Raises ValueError for a name that is not known, and where tiktoken's vocabulary is neither here nor to be had.
     """
     if name == "bytes":
-        return Tokenizer(
-            tiktoken.Encoding(
-                name="bytes",
-                pat_str=r"[\s\S]{1,32}",  # no merges, so any cut gives the same bytes; longer pieces are faster
-                mergeable_ranks={bytes([value]): value for value in range(256)},
-                special_tokens={END_OF_DOCUMENT: 256},
-            )
-        )
+        ranks, special = {bytes([value]): value for value in range(256)}, {END_OF_DOCUMENT: 256}
+        pieces = r"[\s\S]{1,32}"  # no merges, so any cut gives the same bytes; longer pieces are faster
+        return Tokenizer(tiktoken.Encoding(name, pat_str=pieces, mergeable_ranks=ranks, special_tokens=special))
     known = ["bytes", *tiktoken.list_encoding_names()]
     if name not in known:
         raise ValueError(f"tokenizer.name={name!r}: known tokenizers are {', '.join(known)}")

@@ -8,6 +8,7 @@ filled under a temporary name and renamed when complete: a folder of the right n
 import hashlib
 import json
 import os
+import re
 import shutil
 import uuid
 from collections.abc import Callable, Iterable, Iterator
@@ -31,8 +32,8 @@ class TokenFiles:
     folder: Path
     meta: dict
     train: np.ndarray
-    val: np.ndarray
     train_offsets: np.ndarray
+    val: np.ndarray
     val_offsets: np.ndarray
 
     @property
@@ -56,7 +57,8 @@ def prepare(config: DataConfig, tokenizer: Tokenizer, say: Callable[[str], None]
     key = {"format": FORMAT, "tokenizer": tokenizer.name, "corpus": identity(config), **split}
     digest = hashlib.sha256(json.dumps(key, sort_keys=True, default=list).encode()).hexdigest()[:16]
     cache = Path(config.cache).expanduser()
-    folder = cache / f"{_plain(config.name)}-{tokenizer.name}-{digest}"
+    name = re.sub(r"\W", "_", config.name)
+    folder = cache / f"{name}-{tokenizer.name}-{digest}"
     if not folder.exists():
         say(f"tokenising {describe(config)} with {tokenizer.name} into {folder}")
         cache.mkdir(parents=True, exist_ok=True)
@@ -99,13 +101,7 @@ def open_tokens(folder: Path, tokenizer: Tokenizer) -> TokenFiles:
         offsets = arrays[f"{split}.offsets"]
         if offsets[0] != 0 or offsets[-1] != tokens:
             raise ValueError(f"{folder / f'{split}.offsets'}: does not fit {split}.bin; {again}")
-    return TokenFiles(
-        folder, meta, arrays["train.bin"], arrays["val.bin"], arrays["train.offsets"], arrays["val.offsets"]
-    )
-
-
-def _plain(name: str) -> str:
-    return "".join(character if character.isalnum() else "_" for character in name)
+    return TokenFiles(folder, meta, *arrays.values())  # train.bin, train.offsets, val.bin, val.offsets
 
 
 def _write(folder: Path, config: DataConfig, tokenizer: Tokenizer) -> None:
@@ -125,7 +121,7 @@ def _write(folder: Path, config: DataConfig, tokenizer: Tokenizer) -> None:
 
     offsets = np.cumsum([0, *lengths], dtype=np.int64)
     tokens = np.memmap(spool, dtype=dtype, mode="r")
-    counts = {}
+    counts = {"tokens": {}, "documents": {}}
     for split in SPLITS:
         chosen = [i for i, label in enumerate(labels) if label == split]
         if not chosen:
@@ -135,13 +131,11 @@ def _write(folder: Path, config: DataConfig, tokenizer: Tokenizer) -> None:
                 tokens[offsets[i] : offsets[i + 1]].tofile(file)
         borders = np.cumsum([0, *(lengths[i] for i in chosen)], dtype=np.int64)
         borders.tofile(folder / f"{split}.offsets")
-        counts[split] = (int(borders[-1]), len(chosen))
+        counts["tokens"][split], counts["documents"][split] = int(borders[-1]), len(chosen)
     del tokens
     spool.unlink()
 
-    fingerprint = hashlib.sha256(
-        b"".join(label.encode() + digest for label, digest in zip(labels, digests, strict=True))
-    )
+    content = b"".join(label.encode() + digest for label, digest in zip(labels, digests, strict=True))
     meta = {
         "format": FORMAT,
         "corpus": describe(config),
@@ -149,9 +143,8 @@ def _write(folder: Path, config: DataConfig, tokenizer: Tokenizer) -> None:
         "tokenizer": tokenizer.name,
         "vocab_size": tokenizer.vocab_size,
         "dtype": dtype.name,
-        "tokens": {split: count[0] for split, count in counts.items()},
-        "documents": {split: count[1] for split, count in counts.items()},
-        "fingerprint": fingerprint.hexdigest()[:16],
+        **counts,
+        "fingerprint": hashlib.sha256(content).hexdigest()[:16],
     }
     (folder / "tokens.json").write_text(json.dumps(meta, indent=1, default=list), encoding="utf-8")
     for path in folder.iterdir():

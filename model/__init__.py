@@ -2,8 +2,8 @@
 
 from importlib import import_module
 
-_PLACES = {"GPT": "gpt", "GPTConfig": "config", "Cache": "cache", "KVCache": "cache", "load_run": "checkpoint"}
-__all__ = ["GPT", "Cache", "GPTConfig", "KVCache", "load_run"]
+_PLACES = {"GPT": "gpt", "GPTConfig": "config", "load_run": "checkpoint"}
+__all__ = ["GPT", "GPTConfig", "load_run"]
 
 
 def __getattr__(name: str):

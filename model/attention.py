@@ -46,15 +46,14 @@ def softmax_attention(
         at, key_positions = positions[seen - part.shape[2] : seen], positions[:seen]
         bias = scheme.bias(part, at, key_positions).masked_fill(key_positions > at[:, None], -math.inf).to(q.dtype)
         bias = bias if bias.ndim == 4 else bias[None]
+        keys, values = k[:, :, :seen], v[:, :, :seen]
         if not scheme.weighs_values:
-            blocks.append(
-                F.scaled_dot_product_attention(part, k[:, :, :seen], v[:, :, :seen], bias, dropout, enable_gqa=grouped)
-            )
+            blocks.append(F.scaled_dot_product_attention(part, keys, values, bias, dropout, enable_gqa=grouped))
             continue
-        scores = part @ k[:, :, :seen].mT / math.sqrt(q.shape[-1]) + bias
+        scores = part @ keys.mT / math.sqrt(q.shape[-1]) + bias
         weights = F.dropout(scores.softmax(dim=-1, dtype=torch.promote_types(q.dtype, torch.float32)), dropout)
         weights = weights.to(q.dtype)
-        blocks.append(weights @ v[:, :, :seen] + scheme.values(weights, at, key_positions))
+        blocks.append(weights @ values + scheme.values(weights, at, key_positions))
     return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=2)
 
 

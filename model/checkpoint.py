@@ -9,9 +9,10 @@ import contextlib
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -23,14 +24,17 @@ from model.gpt import GPT
 _NAME = re.compile(r"step_(\d+)\.safetensors")
 
 
-def _replace(path: Path, write) -> None:
-    """Let `write` fill a temporary file, and put it in the place of `path` once it is safely on the disk."""
+def write_file(path: Path, write: Callable[[Path], Any], new: bool = False) -> None:
+    """Let `write` fill a temporary file, and put it in the place of `path` once it is safely on the disk.
+
+    new: FileExistsError where there is one already, even if it came this moment.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         write(temporary)
         with open(temporary, "rb+") as file:
             os.fsync(file.fileno())
-        os.replace(temporary, path)
+        (os.link if new else os.replace)(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -41,10 +45,10 @@ def save_checkpoint(run: Path, step: int, model: GPT, state: dict) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     older = [*folder.iterdir()]
     weights = folder / f"step_{step:06d}.safetensors"
-    _replace(weights.with_suffix(".pt"), lambda path: torch.save(state, path))
+    write_file(weights.with_suffix(".pt"), lambda path: torch.save(state, path))
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
     header = {"step": str(step), "config": json.dumps(asdict(model.config))}
-    _replace(weights, lambda path: save_file(tensors, path, metadata=header))
+    write_file(weights, lambda path: save_file(tensors, path, metadata=header))
     for path in older:
         if path not in (weights, weights.with_suffix(".pt")):
             path.unlink(missing_ok=True)

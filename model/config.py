@@ -9,11 +9,6 @@ from model.positions import SCHEMES, build_scheme, check_scaling, complete_schem
 ATTENTIONS = ("softmax", "linear")
 
 
-def _check_whole(name: str, value, least: int) -> None:
-    if type(value) is not int or value < least:
-        raise ValueError(f"model.{name}={value!r}: must be a whole number of at least {least}")
-
-
 @dataclass(frozen=True)
 class GPTConfig:
     """GPT-2's architecture with a position scheme by name.
@@ -42,31 +37,28 @@ class GPTConfig:
     original_length: int | None = None
 
     def __post_init__(self):
-        for name in ("vocab_size", "n_layer", "n_head", "head_dim", "train_length"):
-            _check_whole(name, getattr(self, name), 1)
+        for name, source in (("n_kv_head", "n_head"), ("original_length", "train_length")):
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, getattr(self, source))
+        for name in ("vocab_size", "n_layer", "n_head", "head_dim", "train_length", "n_kv_head", "original_length"):
+            value = getattr(self, name)
+            if type(value) is not int or value < 1:
+                raise ValueError(f"model.{name}={value!r}: must be a whole number of at least 1")
         if self.head_dim % 2:
             raise ValueError(f"model.head_dim={self.head_dim}: must be even, rotary planes have two dimensions")
-        if self.n_kv_head is None:
-            object.__setattr__(self, "n_kv_head", self.n_head)
-        _check_whole("n_kv_head", self.n_kv_head, 1)
         if self.n_head % self.n_kv_head:
+            raise ValueError(f"model.n_kv_head={self.n_kv_head}: must divide model.n_head={self.n_head}")
+        width = self.n_head * self.head_dim
+        if self.width not in (None, width):
             raise ValueError(
-                f"model.n_kv_head={self.n_kv_head}: must divide model.n_head={self.n_head} without remainder"
+                f"model.width={self.width!r}: must be n_head · head_dim = {self.n_head} · {self.head_dim} = {width}; "
+                "leave it out (null) or change the heads"
             )
-        if self.width is None:
-            object.__setattr__(self, "width", self.n_head * self.head_dim)
-        if self.width != self.n_head * self.head_dim:
-            raise ValueError(
-                f"model.width={self.width!r}: must be n_head · head_dim = {self.n_head} · {self.head_dim} = "
-                f"{self.n_head * self.head_dim}; leave it out (null) or change the heads"
-            )
+        object.__setattr__(self, "width", width)
         if type(self.bias) is not bool:
             raise ValueError(f"model.bias={self.bias!r}: must be true or false")
         if type(self.dropout) not in (int, float) or not 0 <= self.dropout < 1:
             raise ValueError(f"model.dropout={self.dropout!r}: must be a number from 0 to below 1")
-        if self.original_length is None:
-            object.__setattr__(self, "original_length", self.train_length)
-        _check_whole("original_length", self.original_length, 1)
         object.__setattr__(self, "pos", complete_scheme(self.pos))
         object.__setattr__(self, "scaling", check_scaling(self))
         if self.attention not in ATTENTIONS:
@@ -86,11 +78,11 @@ class GPTConfig:
         return -(-self.vocab_size // 64) * 64
 
     @classmethod
-    def from_dict(cls, values: dict) -> "GPTConfig":
-        """From a plain mapping; ValueError for keys that are not known or are missing."""
-        unknown = sorted(set(values) - set(cls.__dataclass_fields__))
-        if unknown:
-            raise ValueError(f"model.{unknown[0]}: no such setting; known are {', '.join(cls.__dataclass_fields__)}")
-        if "vocab_size" not in values:
+    def from_dict(cls, values: dict, **others) -> "GPTConfig":
+        """From a plain mapping, and settings that are none of its; ValueError for keys not known or missing."""
+        known = [name for name in cls.__dataclass_fields__ if name not in others]
+        if unknown := sorted(set(values) - set(known)):
+            raise ValueError(f"model.{unknown[0]}: no such setting; known are {', '.join(known)}")
+        if "vocab_size" not in values | others:
             raise ValueError("model.vocab_size is missing")
-        return cls(**values)
+        return cls(**values, **others)

@@ -23,22 +23,13 @@ from torch import Tensor
 from model.checkpoint import latest_checkpoint, load_weights, save_checkpoint
 from model.gpt import GPT
 
-LAYOUTS = ("half", "interleaved")
-USAGE = f"use run=<run folder> layout={' or '.join(LAYOUTS)}, and out=<new folder> for another than <run>_<layout>"
+USAGE = "use run=<run folder> layout=half or interleaved, and out=<new folder> for another than <run>_<layout>"
 # A YAML string on one line: in single or double quotes, or plain without a comment behind it.
 ONE_LINE = r"""'(?:[^'\n]|'')*'|"(?:[^"\\\n]|\\.)*"|[^'"|>](?:(?! #).)*"""
 
 
 def permutation(rotary_dim: int, source: str, target: str) -> Tensor:
-    """int64 (rotary_dim,): x[..., permutation] holds in layout `target` what x (..., rotary_dim) holds in `source`.
-
-    Raises ValueError for a layout that is not known and a rotary_dim that is not even.
-    """
-    for layout in (source, target):
-        if layout not in LAYOUTS:
-            raise ValueError(f"layout={layout!r}: known layouts are {', '.join(LAYOUTS)}")
-    if rotary_dim % 2:
-        raise ValueError(f"rotary_dim={rotary_dim}: dimensions turn in pairs, so it must be even")
+    """int64 (rotary_dim,): x[..., permutation] holds in layout `target` what x (..., rotary_dim) holds in `source`."""
     order = torch.arange(rotary_dim)
     if source == target:
         return order
@@ -55,6 +46,8 @@ def convert_layout(model: GPT, layout: str) -> GPT:
     config = model.config
     if config.pos["name"] != "rope":
         raise ValueError(f"pos={config.pos['name']}: has no layout to convert, only pos=rope has")
+    with torch.device("meta"):  # no weights are drawn; a layout that is not known is refused here
+        converted = GPT(replace(config, pos={**config.pos, "layout": layout}))
     order = permutation(model.pos.rotary_dim, config.pos["layout"], layout)
     rows = torch.arange((config.n_head + 2 * config.n_kv_head) * config.head_dim).view(-1, config.head_dim)
     turning = rows[: config.n_head + config.n_kv_head, : len(order)]  # a view: query heads, then key heads
@@ -62,8 +55,6 @@ def convert_layout(model: GPT, layout: str) -> GPT:
     tensors = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     for name in (name for name in tensors if ".attention.qkv." in name):
         tensors[name] = tensors[name][rows.flatten().to(tensors[name].device)]
-    with torch.device("meta"):  # no weights are drawn
-        converted = GPT(replace(config, pos={**config.pos, "layout": layout}))
     converted.load_state_dict(tensors, assign=True)
     return converted.train(model.training)
 

@@ -20,6 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from model.checkpoint import write_file
 from model.registry import lookup
 from model.rope import rope_frequencies, rotate
 from model.scaling import SCALINGS
@@ -96,12 +97,10 @@ def decay_bound(distances: Tensor, inv_freq: Tensor) -> Tensor:
 
 
 def _plot(path: Path, curves: dict[str, Tensor], train_length: int, title: str) -> None:
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axes = figure.subplots()
     distances = torch.logspace(0, math.log10(4 * train_length), 1500, dtype=torch.float64).round().unique()
     for (label, inv_freq), colour in zip(curves.items(), ("#0072B2", "#D55E00"), strict=False):
         axes.plot(distances, decay_bound(distances, inv_freq), color=colour, linewidth=1, label=label)
@@ -113,10 +112,7 @@ def _plot(path: Path, curves: dict[str, Tensor], train_length: int, title: str) 
     axes.set_title(title, fontsize=11)
     axes.grid(alpha=0.25)
     axes.legend(frameon=False)
-    temporary = path.with_name(f".{path.name}.tmp.png")
-    figure.savefig(temporary, dpi=150)
-    temporary.replace(path)
-    plt.close(figure)
+    write_file(path, lambda temporary: figure.savefig(temporary, dpi=150, format="png"))
 
 
 def _value(text: str):

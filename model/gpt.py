@@ -54,10 +54,10 @@ class Attention(nn.Module):
     def _linear(self, qk: Tensor, v: Tensor, step: "Step") -> Tensor:
         q, k = qk.split((self.n_head, self.n_kv_head), dim=1)
         k, v = (x.repeat_interleave(self.n_head // self.n_kv_head, dim=1) for x in (k, v))
-        state = step.cache.state(self.layer) if step.cache is not None else None
-        y, state = linear_attention(q, k, v, step.rotate, state)
+        held = step.cache is not None and step.cache.past > 0
+        y, state = linear_attention(q, k, v, step.rotate, step.cache.states[self.layer] if held else None)
         if step.cache is not None:
-            step.cache.put(self.layer, state)
+            step.cache.states[self.layer] = state
         return y
 
 
@@ -99,19 +99,16 @@ class GPT(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
         self.norm = nn.LayerNorm(config.width, bias=config.bias)
-        self.apply(self._init_weights)
+        for module in self.modules():
+            if isinstance(module, (nn.Linear, nn.Embedding)):
+                nn.init.normal_(module.weight, std=0.02)
+            if isinstance(module, nn.Linear) and module.bias is not None:
+                nn.init.zeros_(module.bias)
         for block in self.blocks:  # keeps the residual stream's variance independent of depth (GPT-2, section 2.3)
             for projection in (block.attention.out, block.mlp.down):
                 nn.init.normal_(projection.weight, std=0.02 / math.sqrt(2 * config.n_layer))
         self.pos = build_scheme(config)
         self.pos.reset_parameters()
-
-    @staticmethod
-    def _init_weights(module: nn.Module) -> None:
-        if isinstance(module, (nn.Linear, nn.Embedding)):
-            nn.init.normal_(module.weight, std=0.02)
-        if isinstance(module, nn.Linear) and module.bias is not None:
-            nn.init.zeros_(module.bias)
 
     def forward(
         self,
@@ -159,19 +156,12 @@ class GPT(nn.Module):
         cache.check(*tokens.shape)
         if scaling_length not in (None, cache.scaling_length):
             raise ValueError(f"scaling_length={scaling_length}: the cache was made for {cache.scaling_length}")
-        self.pos.check_position(cache.length + tokens.shape[1] - 1)
         length = cache.scaling_length or cache.length + tokens.shape[1]
         regime = self.pos.regime(length)
-        given = tokens.shape[1]
-        held = cache.length
-        tokens = cache.begin(tokens, regime)
-        try:
-            x = self._pass(tokens, cache.length, length, cache)
-        except BaseException:
-            cache.roll_back(held)
-            raise
-        cache.advance(tokens, regime)
-        return x[:, -given:]
+        passed = cache.begin(tokens, regime)
+        x = self._pass(passed, cache.past, length, cache)
+        cache.advance(passed, regime)
+        return x[:, -tokens.shape[1] :]
 
     def _pass(self, tokens: Tensor, past: int, length: int, cache: Cache | None) -> Tensor:
         """Rows after the last norm, (B, T, D), for tokens at positions past ... past + T - 1."""
@@ -191,11 +181,8 @@ class GPT(nn.Module):
     def _losses(self, x: Tensor, targets: Tensor) -> Tensor:
         if not self.training:  # evaluation often scores few of a window's tokens: the others need no logits
             scored = targets != -100
-            losses = torch.zeros(targets.shape, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
-            if self.embedding.weight.dtype != torch.float64:
-                losses = losses.float()
-            losses[scored] = _cross_entropy(self._logits(x[scored]), targets[scored]).to(losses.dtype)
-            return losses
+            losses = _cross_entropy(self._logits(x[scored]), targets[scored])
+            return losses.new_zeros(targets.shape).masked_scatter(scored, losses)
         return _cross_entropy(self._logits(x).flatten(0, 1), targets.flatten()).view_as(targets)
 
     def check_tokens(self, tokens: Tensor) -> None:
@@ -204,9 +191,8 @@ class GPT(nn.Module):
             raise ValueError(f"tokens must be integers (int64), found {tokens.dtype}")
         low, high = (int(value) for value in tokens.aminmax())
         if low < 0 or high >= self.config.vocab_size:
-            raise ValueError(
-                f"token id {low if low < 0 else high} is outside the vocabulary (0 to {self.config.vocab_size - 1})"
-            )
+            found = low if low < 0 else high
+            raise ValueError(f"token id {found} is outside the vocabulary (0 to {self.config.vocab_size - 1})")
 
     def new_cache(self, batch_size: int, max_length: int, scaling_length: int | None = None) -> Cache:
         """An empty cache for this model on its device, in the dtype its keys have (autocast's, where that is on).
@@ -219,7 +205,8 @@ class GPT(nn.Module):
         device_type = weight.device.type
         autocast = torch.is_autocast_enabled(device_type) and weight.dtype == torch.float32
         dtype = torch.get_autocast_dtype(device_type) if autocast else weight.dtype
-        return KVCache(c.n_layer, batch_size, c.n_kv_head, max_length, c.head_dim, dtype, weight.device, scaling_length)
+        shape = (c.n_layer, batch_size, c.n_kv_head, max_length, c.head_dim)
+        return KVCache(shape, dtype, weight.device, scaling_length)
 
     @torch.inference_mode()
     def generate(
@@ -286,10 +273,9 @@ class GPT(nn.Module):
         """
         weights = sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))
         weights += self.embedding.weight.numel()  # as the output matrix; looking rows up is no arithmetic
-        scores = 4 * self.config.n_layer * self.config.width * length
         if self.config.attention == "linear":  # a chunk of scores, the state read and the state written
-            scores = 4 * self.config.n_layer * self.config.width * (min(length, CHUNK) + self.config.head_dim)
-        return 2 * weights + scores
+            length = min(length, CHUNK) + self.config.head_dim
+        return 2 * weights + 4 * self.config.n_layer * self.config.width * length
 
 
 def _cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:

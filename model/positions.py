@@ -42,6 +42,8 @@ class PositionScheme(nn.Module):
 
     def reset_parameters(self) -> None:
         """Draw the scheme's own parameters. Called after all others, so that schemes share the other weights."""
+        for parameter in self.parameters():
+            nn.init.normal_(parameter, std=0.02)
 
     def embed(self, rows: Tensor, positions: Tensor) -> Tensor:
         return rows
@@ -79,9 +81,6 @@ class LearnedPositions(PositionScheme):
         super().__init__(config)
         self.max_length = config.train_length
         self.table = nn.Parameter(torch.empty(config.train_length, config.width))
-
-    def reset_parameters(self) -> None:
-        nn.init.normal_(self.table, std=0.02)
 
     def embed(self, rows: Tensor, positions: Tensor) -> Tensor:
         return rows + self.table[positions]
@@ -184,9 +183,6 @@ class T5Bias(PositionScheme):
         self.buckets, self.max_distance = buckets, max_distance
         self.table = nn.Parameter(torch.empty(buckets, config.n_head))
 
-    def reset_parameters(self) -> None:
-        nn.init.normal_(self.table, std=0.02)
-
     def bucket(self, distance: Tensor) -> Tensor:
         """int64 distances of at least 0 -> int64 buckets."""
         exact = self.buckets // 2
@@ -214,10 +210,6 @@ class ShawRelative(PositionScheme):
         self.max_distance, self.head_dim = max_distance, config.head_dim
         self.key_table = nn.Parameter(torch.empty(max_distance + 1, config.head_dim))
         self.value_table = nn.Parameter(torch.empty(max_distance + 1, config.head_dim))
-
-    def reset_parameters(self) -> None:
-        nn.init.normal_(self.key_table, std=0.02)
-        nn.init.normal_(self.value_table, std=0.02)
 
     def bias(self, queries: Tensor, query_positions: Tensor, key_positions: Tensor) -> Tensor:
         B, H = queries.shape[:2]

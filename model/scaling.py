@@ -2,16 +2,13 @@
 
 Every scaling is one plain function, without state, of the same form:
 
-    scaling(inv_freq, base, train_length, length, *, its keys) -> (inv_freq, attention_scale)
+    scaling(plain, *, its keys) -> (inv_freq, attention_scale)
 
-inv_freq: float64 (planes,), plain RoPE's base^(-2i/d) radians a position, where d = 2 · planes is the rotary width (not
-the head's: they differ where only a part of the head turns). base: RoPE's. train_length and length: whole tokens, the
-longest window seen in training, and the sequence so far or the one to come. Returns the scaled frequencies, of the same
-shape, dtype and device, and a factor on both cos and sin, so the scores of the turned part grow with its square. Keys
-are taken as complete_scaling leaves them. factor is the stretch s; None stands for length / train_length, at least 1.
+It returns the scaled frequencies, of plain.inv_freq's shape, dtype and device, and a factor on both cos and sin, so the
+scores of the turned part grow with its square. Keys are taken as complete_scaling leaves them. factor is the stretch s;
 s = 1 is plain RoPE, bit for bit (dynamic's up to train_length, longrope's with divisors of 1).
 
-A new scaling is one function, one line in SCALINGS and one file in configs/scaling/; one line in REGIMES as well if it
+A new scaling is one function, its name in SCALINGS and one file in configs/scaling/; one line in REGIMES as well if it
 looks at length for more than an open factor. Its keyword-only arguments are its configuration keys: a default of None
 may stay open, a number may not, and a key without a default holds one number a plane.
 """
@@ -20,6 +17,7 @@ import inspect
 import math
 import sys
 from collections.abc import Callable, Hashable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,48 +27,55 @@ from model.registry import lookup
 Scaled = tuple[Tensor, float]
 
 
-def _stretch(factor: float | None, train_length: int, length: int) -> float:
-    return max(1.0, length / train_length) if factor is None else factor
+class Plain(NamedTuple):
+    """Plain RoPE, and where it is to be used."""
+
+    inv_freq: Tensor  # float64 (planes,), base^(-2i/d) radians a position; d = 2 · planes, the rotary width of the head
+    base: float
+    train_length: int  # tokens of the longest window seen in training
+    length: int  # tokens of the sequence so far, or of the one to come
+
+    def stretch(self, factor: float | None) -> float:
+        """The factor; an open one stands for length / train_length, at least 1."""
+        return max(1.0, self.length / self.train_length) if factor is None else factor
+
+    def steps(self) -> Tensor:
+        """0, 1, 2 ... of the planes, as inv_freq is."""
+        return torch.arange(len(self.inv_freq), dtype=self.inv_freq.dtype, device=self.inv_freq.device)
 
 
-def linear(inv_freq: Tensor, base: float, train_length: int, length: int, *, factor: float | None = None) -> Scaled:
+def linear(plain: Plain, *, factor: float | None = None) -> Scaled:
     """Position interpolation (Chen et al. 2023, equation 4): every plane s times as slow."""
-    return inv_freq / _stretch(factor, train_length, length), 1.0
+    return plain.inv_freq / plain.stretch(factor), 1.0
 
 
-def ntk(inv_freq: Tensor, base: float, train_length: int, length: int, *, factor: float | None = None) -> Scaled:
+def ntk(plain: Plain, *, factor: float | None = None) -> Scaled:
     """NTK-aware scaling (bloc97 2023; Peng et al. 2023, section 3.1): RoPE with the base b · s^(d/(d-2)).
 
     The exponent makes the slowest plane s times as slow and leaves the fastest alone. Raises ValueError for d = 2.
     """
-    planes = inv_freq.shape[0]
+    planes = len(plain.inv_freq)
     if planes < 2:
         raise ValueError(
             f"scaling=ntk needs a rotary width of at least 4, found {2 * planes} (and so does dynamic): the only plane "
             "is both its fastest and its slowest; use scaling=linear, or a larger head_dim or rotary_fraction"
         )
     # (b · s^(d/(d-2)))^(-2i/d) = b^(-2i/d) · s^(-i/(planes-1)), written so that s = 1 multiplies by exactly 1.
-    exponents = torch.arange(planes, dtype=inv_freq.dtype, device=inv_freq.device) / (planes - 1)
-    return inv_freq * _stretch(factor, train_length, length) ** -exponents, 1.0
+    return plain.inv_freq * plain.stretch(factor) ** -(plain.steps() / (planes - 1)), 1.0
 
 
-def dynamic(inv_freq: Tensor, base: float, train_length: int, length: int, *, factor: float | None = None) -> Scaled:
+def dynamic(plain: Plain, *, factor: float | None = None) -> Scaled:
     """Dynamic NTK (emozilla 2023): the base b · (s·L/T - (s-1))^(d/(d-2)), L = max(length, T), T = train_length.
 
     An open factor is 1 here, as the length is in the formula: NTK scaling by L/T. Plain RoPE up to T, whatever s.
     Past T every new token changes all frequencies: decoding with the cache is exact, but costs what no cache costs,
     unless the length of the whole sequence is declared (GPT.forward's scaling_length).
     """
-    factor = 1.0 if factor is None else factor
-    stretch = 1.0 + factor * (max(length, train_length) / train_length - 1.0)
-    return ntk(inv_freq, base, train_length, length, factor=stretch)
+    return ntk(plain, factor=1.0 + (1.0 if factor is None else factor) * (plain.stretch(None) - 1.0))
 
 
 def yarn(
-    inv_freq: Tensor,
-    base: float,
-    train_length: int,
-    length: int,
+    plain: Plain,
     *,
     factor: float | None = None,
     beta_fast: float = 32.0,
@@ -83,71 +88,49 @@ def yarn(
     divided by s. Between them the paper's ramp is linear in the turns; its authors' code, followed here as everywhere,
     makes it linear in i, between ends rounded outwards. attention_scale: the paper's sqrt(1/t) = 0.1 ln(s) + 1.
     """
-    factor = _stretch(factor, train_length, length)
-    rotary_width = 2 * inv_freq.shape[0]
+    factor = plain.stretch(factor)
+    rotary_width = 2 * len(plain.inv_freq)
 
     def plane_of(turns: float) -> float:
-        return rotary_width * math.log(train_length / (turns * 2 * math.pi)) / (2 * math.log(base))
+        return rotary_width * math.log(plain.train_length / (turns * 2 * math.pi)) / (2 * math.log(plain.base))
 
     first = max(math.floor(plane_of(beta_fast)), 0)
     last = min(math.ceil(plane_of(beta_slow)), rotary_width - 1)
     # The authors' code has the 0.001 for first == last only. With first > last (a train_length so short, or so long,
     # that all planes are on one side of the ramp) its ramp would run backwards; this one stays a step.
-    last = max(last, first + 0.001)
-    ramp = (torch.arange(inv_freq.shape[0], dtype=inv_freq.dtype, device=inv_freq.device) - first) / (last - first)
-    scaled = torch.lerp(inv_freq, inv_freq / factor, ramp.clamp(0, 1))
+    ramp = (plain.steps() - first) / (max(last, first + 0.001) - first)
+    scaled = torch.lerp(plain.inv_freq, plain.inv_freq / factor, ramp.clamp(0, 1))
     return scaled, 0.1 * math.log(factor) + 1.0 if attention_scale is None else attention_scale
 
 
-def longrope(
-    inv_freq: Tensor,
-    base: float,
-    train_length: int,
-    length: int,
-    *,
-    factor: float | None = None,
-    short: list[float],
-    long: list[float],
-) -> Scaled:
+def longrope(plain: Plain, *, factor: float | None = None, short: list[float], long: list[float]) -> Scaled:
     """LongRoPE (Ding et al. 2024) as Phi-3 has it: a searched divisor for each plane, one set a side of train_length.
 
     short divides up to train_length, long past it. attention_scale is sqrt(1 + ln(s) / ln(train_length)) on both sides
     (with an open factor, s is 1 up to train_length). Raises ValueError for a train_length of 1, whose logarithm is 0.
     """
-    if train_length < 2:
-        raise ValueError(f"scaling=longrope needs a train_length of at least 2, found {train_length}; use scaling=yarn")
-    divisors = torch.tensor(long if length > train_length else short, dtype=inv_freq.dtype, device=inv_freq.device)
-    factor = _stretch(factor, train_length, length)
-    return inv_freq / divisors, math.sqrt(1.0 + math.log(factor) / math.log(train_length))
+    if plain.train_length < 2:
+        raise ValueError(
+            f"scaling=longrope needs a train_length of at least 2, found {plain.train_length}; use scaling=yarn"
+        )
+    chosen = long if plain.length > plain.train_length else short
+    divisors = torch.tensor(chosen, dtype=plain.inv_freq.dtype, device=plain.inv_freq.device)
+    return plain.inv_freq / divisors, math.sqrt(1.0 + math.log(plain.stretch(factor)) / math.log(plain.train_length))
 
 
-def llama3(
-    inv_freq: Tensor,
-    base: float,
-    train_length: int,
-    length: int,
-    *,
-    factor: float | None = None,
-    low: float = 1.0,
-    high: float = 4.0,
-) -> Scaled:
+def llama3(plain: Plain, *, factor: float | None = None, low: float = 1.0, high: float = 4.0) -> Scaled:
     """Llama 3.1 (Grattafiori et al. 2024, reference code): by the turns that a plane makes within train_length.
 
     Fewer than low (a wavelength above train_length / low): divided by s. More than high: left alone. Between: linear
     in the turns.
     """
-    turns = train_length * inv_freq / (2 * math.pi)
+    turns = plain.train_length * plain.inv_freq / (2 * math.pi)
     kept = ((turns - low) / (high - low)).clamp(0, 1)
-    return torch.lerp(inv_freq / _stretch(factor, train_length, length), inv_freq, kept), 1.0
+    return torch.lerp(plain.inv_freq / plain.stretch(factor), plain.inv_freq, kept), 1.0
 
 
 SCALINGS: dict[str, Callable[..., Scaled]] = {
-    "linear": linear,
-    "ntk": ntk,
-    "dynamic": dynamic,
-    "yarn": yarn,
-    "longrope": longrope,
-    "llama3": llama3,
+    scaling.__name__: scaling for scaling in (linear, ntk, dynamic, yarn, longrope, llama3)
 }
 
 # What a scaling sees of (train_length, length) apart from an open factor; those that are not here see nothing of it.
@@ -160,14 +143,11 @@ REGIMES: dict[str, Callable[[int, int], Hashable]] = {
 def scaled(inv_freq: Tensor, base: float, scaling: dict, train_length: int, length: int) -> Scaled:
     """The frequencies under a completed scaling."""
     keys = {key: value for key, value in scaling.items() if key != "name"}
-    return SCALINGS[scaling["name"]](inv_freq, base, train_length, length, **keys)
+    return SCALINGS[scaling["name"]](Plain(inv_freq, base, train_length, length), **keys)
 
 
 def regime(scaling: dict, train_length: int, length: int) -> Hashable:
-    """Equal for two lengths exactly where a completed scaling returns the same for both; None where it always does.
-
-    Keys that were turned under one regime are wrong under another, so a cache must be computed anew when it changes.
-    """
+    """Equal for two lengths exactly where a completed scaling returns the same for both; None where it always does."""
     if scaling.get("factor", 1.0) is None:
         return max(train_length, length)
     return REGIMES.get(scaling["name"], lambda *_: None)(train_length, length)

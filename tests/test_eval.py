@@ -6,6 +6,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from matplotlib.figure import Figure
 from PIL import Image
 
 from eval import (
@@ -271,10 +272,8 @@ def test_infinite_perplexity_is_valid_json_and_can_be_drawn(tmp_path):
 
 
 def test_the_plot_has_a_curve_a_run_and_a_line_at_the_training_length(tmp_path, monkeypatch):
-    import matplotlib.pyplot as plt
-
-    drawn = []
-    monkeypatch.setattr(plt, "close", lambda figure: drawn.append(figure))
+    drawn, real = [], Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda self, *args, **keys: (drawn.append(self), real(self, *args, **keys)))
     plot([result(), ended()], tmp_path / "plot.png")
     axes = drawn[0].axes[0]
     assert axes.get_xscale() == "log"

@@ -135,7 +135,7 @@ def test_a_running_state_does_not_grow():
     cache = net.new_cache(1, 60)
     for t in range(60):
         net(random_tokens(net, 1, 1, seed=t), cache=cache)
-        sizes.add(sum(part.numel() for state in cache._states for part in state))
+        sizes.add(sum(part.numel() for state in cache.states for part in state))
     assert sizes == {2 * 4 * (16 * 16 + 16)}
 
 
@@ -175,4 +175,4 @@ def test_linear_attention_is_kept_in_float32_under_autocast():
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         cache = net.new_cache(1, 40)
         net(tokens, cache=cache)
-    assert {part.dtype for state in cache._states for part in state} == {torch.float32}
+    assert {part.dtype for state in cache.states for part in state} == {torch.float32}

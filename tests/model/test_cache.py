@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from model import KVCache
 from model.sampling import sample
 from tests.helpers import ALL_SCHEMES, random_tokens, scheme_id, small_model
 
@@ -158,4 +157,5 @@ def test_top_k_keeps_k_of_equals_and_takes_more_than_there_are():
 
 
 def test_cache_is_small_for_grouped_heads():
-    assert KVCache(1, 1, 1, 8, 16).keys.numel() * 4 == KVCache(1, 1, 4, 8, 16).keys.numel()
+    one, four = (small_model({"name": "rope"}, n_kv_head=n).new_cache(1, 8) for n in (1, 4))
+    assert one.keys.numel() * 4 == four.keys.numel()

@@ -8,7 +8,7 @@ import torch
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from model.scaling import SCALINGS, complete_scaling, regime
+from model.scaling import SCALINGS, Plain, complete_scaling, regime
 
 T = 256  # the training length where a test does not need another
 
@@ -32,7 +32,7 @@ def required(name, planes, step=0.25):
 def scale(scaling, inv_freq, train_length=T, length=T, base=10000.0):
     """Complete a configuration and apply it."""
     keys = complete_scaling(scaling, inv_freq.shape[0])
-    return SCALINGS[keys.pop("name")](inv_freq, base, train_length, length, **keys)
+    return SCALINGS[keys.pop("name")](Plain(inv_freq, base, train_length, length), **keys)
 
 
 def same(one, other):
