@@ -68,8 +68,8 @@ def window_spans(
 
     A window of inputs t ... t + n - 1 predicts tokens t + 1 ... t + n. nonoverlapping: windows of `length`, the last
     one what is left. sliding: the scored targets are cut into blocks of `stride`, the same for all `lengths`, from the
-    first that has a full context at the longest length; each window ends with its block. max_targets keeps that many,
-    spread evenly over the whole text.
+    first that has a full context at the longest length; each window ends with its block. max_targets keeps at
+    most that many in whole windows, but at least one window, spread evenly over the whole text.
     """
     if protocol == "nonoverlapping":
         starts = np.arange(0, n_tokens - 1, length)
@@ -100,7 +100,7 @@ def evaluate_lengths(
     """Mean loss of a text at each context length. Runs under whatever autocast is on; dropout is off.
 
     tokens: integers, 1-D. stride: sliding only, targets scored a window, each with length - stride + 1 to length tokens
-    of context. max_targets: score that many, spread over the text (None: all). bytes_per_token: (vocab_size,), adds
+    of context. max_targets: score at most that many, in windows spread over the text (None: all). bytes_per_token: (vocab_size,), adds
     bits_per_byte. Batches hold about batch_tokens tokens, which changes speed and memory, not results. progress: a bar,
     where the output is a terminal.
 

@@ -70,6 +70,7 @@ def check_settings(config: DictConfig, ranks: runs.Ranks) -> GPTConfig:
     least |= {"eval_every": 1, "checkpoint_every": 1, "log_every": 1, "min_lr_ratio": 0, "beta1": 0, "beta2": 0}
     runs.require(config, {f"train.{key}": low for key, low in least.items()} | {"val.stride": 1, "val.max_targets": 1})
     runs.require(config, {"seed": 0})
+    runs.wandb_mode(config.wandb.mode)
     if config.seed >= 2**63:
         raise ValueError(f"seed={config.seed}: must be below 2^63")
     for key in ("lr", "grad_clip"):

@@ -1,4 +1,4 @@
-"""The network. Needs torch, numpy and safetensors only: the folder can be copied into another project."""
+"""The network. Needs torch and safetensors only (one plot: matplotlib): the folder can be copied into another project."""
 
 from importlib import import_module
 
@@ -7,7 +7,7 @@ __all__ = ["GPT", "GPTConfig", "load_run"]
 
 
 def __getattr__(name: str):
-    """On first use: `python -m model.rope` then starts without loading itself twice."""
+    """On first use, so that `python -m model.rope` finds itself not imported already, which runpy warns of."""
     if name not in _PLACES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_PLACES[name]}"), name)
