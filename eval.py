@@ -100,9 +100,9 @@ def evaluate_lengths(
     """Mean loss of a text at each context length. Runs under whatever autocast is on; dropout is off.
 
     tokens: integers, 1-D. stride: sliding only, targets scored a window, each with length - stride + 1 to length tokens
-    of context. max_targets: score at most that many, in windows spread over the text (None: all). bytes_per_token: (vocab_size,), adds
-    bits_per_byte. Batches hold about batch_tokens tokens, which changes speed and memory, not results. progress: a bar,
-    where the output is a terminal.
+    of context. max_targets: score at most that many, in windows spread over the text (None: all). bytes_per_token:
+    (vocab_size,), adds bits_per_byte. Batches hold about batch_tokens tokens, which changes speed and memory, not
+    results. progress: a bar, where the output is a terminal.
 
     Returns one dict a length: length; nll, nats a token, the sum of all losses over their count; perplexity; stderr,
     the standard error of nll over windows (ratio estimator; None for a single window); scored, the tokens counted.

@@ -20,11 +20,11 @@ KINDS = ("stdlib", "files", "hub")
 class DataConfig:
     """What to read, and how to split it. `name` is for people; `kind` decides how it is read.
 
-    kind `stdlib`: the Python standard library's source. `files`: `path` is a .txt, .py, .jsonl or .parquet file, a glob, or
-    a list of them; a .txt file is one document, a row of the others is one, its text in `column`. `hub`: `path` is a
-    data set on the Hugging Face hub (`subset`, `revision`), its documents are rows, or articles (`articles`: WikiText,
-    whose rows are lines). `val_split` names the publisher's validation split; null holds out `val_fraction` of the
-    documents, drawn with `split_seed`. `cache`: the folder for token files.
+    kind `stdlib`: the Python standard library's source. `files`: `path` is a .txt, .py, .jsonl or .parquet file, a
+    glob, or a list of them; a file of text is one document, a row of the others is one, its text in `column`. `hub`:
+    `path` is a data set on the Hugging Face hub (`subset`, `revision`), its documents are rows, or articles
+    (`articles`: WikiText, whose rows are lines). `val_split` names the publisher's validation split; null holds out
+    `val_fraction` of the documents, drawn with `split_seed`. `cache`: the folder for token files.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""The network. Needs torch and safetensors only (one plot: matplotlib): the folder can be copied into another project."""
+"""The network. Needs torch and safetensors only, and matplotlib for a plot: copy the folder into another project."""
 
 from importlib import import_module
 

@@ -224,8 +224,8 @@ class GPT(nn.Module):
 
         temperature 0 takes the likeliest id; otherwise one is drawn with `generator` from the top_k likeliest, or from
         the smallest set that holds top_p of the probability (Holtzman et al. 2020), or from both. With and without the
-        cache the tokens are the same, but for ties that rounding decides. scaling_length: see forward. Dropout is off. Raises ValueError for settings out
-        of range and, before any work, where a learned table is too short.
+        cache the tokens are the same, but for ties that rounding decides. scaling_length: see forward. Dropout is off.
+        Raises ValueError for settings out of range and, before any work, where a learned table is too short.
         """
         if tokens.ndim != 2 or 0 in tokens.shape:
             raise ValueError(f"tokens must be (B, T) with B and T of at least 1, found {tuple(tokens.shape)}")
