@@ -226,6 +226,11 @@ def default_lengths(train_length: int, multiples: Sequence[float] = MULTIPLES) -
     return sorted({max(1, round(multiple * train_length)) for multiple in multiples})
 
 
+def default_stride(train_length: int, lengths: Sequence[int]) -> int:
+    """Half the training length, but no more than the shortest length; 1 for no lengths, which are refused later."""
+    return max(1, min(train_length // 2, min(lengths, default=1)))
+
+
 def digits(value: float, error: float | None, show_error: bool = True) -> str:
     """A number with no more digits than its standard error allows, two of the error's own."""
     if error is None or not 0 < error < math.inf:
@@ -358,7 +363,7 @@ def evaluate_runs(config: DictConfig) -> list[dict]:
     models = [load_weights(path, device, scaling) for path in checkpoints]  # all of them before any is measured
     train_length = min(model.config.train_length for model in models)
     lengths = sorted(set(config.lengths)) if config.lengths is not None else default_lengths(train_length)
-    stride = config.stride if config.stride is not None else max(1, min(train_length // 2, min(lengths, default=1)))
+    stride = config.stride if config.stride is not None else default_stride(train_length, lengths)
     protocol = {"protocol": config.protocol, "stride": stride, "max_targets": config.max_targets}
     log.info("%s windows on %s in %s, lengths %s", config.protocol, device, precision, ", ".join(map(str, lengths)))
     results = []

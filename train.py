@@ -27,7 +27,7 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 
 import runs
 from data import DataConfig, TokenFiles, Tokenizer, absolute, draw_batch, get_tokenizer, prepare
-from eval import default_lengths, log_curve, measure_run, table, with_error, write_report
+from eval import default_lengths, default_stride, log_curve, measure_run, table, with_error, write_report
 from model import GPT, GPTConfig
 from model.checkpoint import latest_checkpoint, load_run, load_state, load_weights, read_config, save_checkpoint
 
@@ -346,7 +346,7 @@ class Trainer:
         if not self.ranks.first:
             return math.nan
         c = self.config
-        stride = c.val.stride or max(1, min(c.model.train_length // 2, min(self.lengths)))
+        stride = c.val.stride or default_stride(c.model.train_length, self.lengths)
         about = {"run": c.name, "folder": str(self.folder), "checkpoint": f"step_{self.step:06d}"}
         about["trained_on"] = self.files.fingerprint
         protocol = {"protocol": "sliding", "stride": stride, "max_targets": c.val.max_targets}
