@@ -21,8 +21,9 @@ def test_overflow_raises_and_changes_nothing():
     assert cache.length == 10
 
 
-def test_a_failed_pass_leaves_the_cache_usable(monkeypatch):
-    model = small_model({"name": "rope"})
+@pytest.mark.parametrize("attention", ["softmax", "linear"])
+def test_a_failed_pass_leaves_the_cache_usable(attention, monkeypatch):
+    model = small_model({"name": "rope"}, attention=attention)
     tokens = random_tokens(model, 1, 9)
     cache = model.new_cache(1, 9)
     model(tokens[:, :4], cache=cache)
