@@ -27,6 +27,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from data import DataConfig
+from measure.statistics import finite
 from model.checkpoint import write_file
 
 log = logging.getLogger("ropewalk")
@@ -37,6 +38,7 @@ class WandbSettings:
     mode: str = "auto"
     project: str = "ropewalk"
     group: str | None = None
+    tags: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -303,11 +305,6 @@ def provenance() -> dict:
     return {"command": shlex.join(sys.argv), **versions, "machine": f"{platform.system()} {platform.machine()}"}
 
 
-def finite(row: dict) -> dict:
-    """JSON has no NaN and no infinity: None stands for both."""
-    return {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()}
-
-
 class MetricsFile:
     """metrics.jsonl: one JSON object a line, each with its step, whatever wandb does."""
 
@@ -353,6 +350,13 @@ class WandbRun:
     def summary(self, values: dict) -> None:
         self._call(lambda: self.run.summary.update(values))
 
+    def table(self, name: str, columns: list[str], rows: list[list]) -> None:
+        """A table of its own panel; nothing for no rows."""
+        if self.run is not None and rows:
+            import wandb
+
+            self._call(lambda: self.run.log({name: wandb.Table(columns=columns, data=rows)}))
+
     def finish(self, failed: bool) -> None:
         self._call(lambda: self.run.finish(exit_code=1 if failed else 0))
 
@@ -380,6 +384,15 @@ def wandb_mode(mode: str) -> str:
     return mode
 
 
+def wandb_identity(config: DictConfig) -> dict:
+    """How a run is found among others: runs of one scheme are a group, its seeds the runs in it."""
+    pos = config.pos.name + ("_linear" if config.model.get("attention") == "linear" else "")
+    scaled = config.scaling is not None and config.scaling.name != "none"
+    group = config.wandb.group or (f"{pos}_{config.scaling.name}" if scaled else pos)
+    tags = [f"pos={pos}", f"layers={config.model.n_layer}", f"train_length={config.model.train_length}"]
+    return {"name": config.name, "group": group, "job_type": "train", "tags": [*tags, *config.wandb.tags]}
+
+
 def start_wandb(settings: DictConfig, run_folder: Path, run_id: str | None, **init: Any) -> WandbRun:
     """Start or take up (by its id) a wandb run whose files lie in `wandb/` beside the run folder. Without id: none."""
     mode = wandb_mode(settings.mode)
@@ -388,7 +401,7 @@ def start_wandb(settings: DictConfig, run_folder: Path, run_id: str | None, **in
     import wandb
 
     folder = run_folder.resolve().parent
-    init |= {"project": settings.project, "group": settings.group, "dir": str(folder), "id": run_id}
+    init |= {"project": settings.project, "dir": str(folder), "id": run_id}
     init["settings"] = wandb.Settings(silent=True, console="off", init_timeout=60)
     for attempt in dict.fromkeys((mode, "offline")):
         try:
@@ -401,8 +414,9 @@ def start_wandb(settings: DictConfig, run_folder: Path, run_id: str | None, **in
     run.define_metric("tokens")
     for prefix in ("train", "val", "speed"):
         run.define_metric(f"{prefix}/*", step_metric="tokens")
-    run.define_metric("extrapolation/length")
-    run.define_metric("extrapolation/*", step_metric="extrapolation/length")
+    for prefix, x in (("extrapolation", "length"), ("by_position", "position")):
+        run.define_metric(f"{prefix}/{x}")
+        run.define_metric(f"{prefix}/*", step_metric=f"{prefix}/{x}")
     where = run.url if attempt == "online" else f"offline in {folder / 'wandb'}"
     log.info("wandb    %s, run %s", where, run.id)
     return WandbRun(run)

@@ -27,7 +27,10 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 
 import runs
 from data import DataConfig, TokenFiles, Tokenizer, absolute, draw_batch, get_tokenizer, prepare
-from eval import default_lengths, default_stride, log_curve, measure_run, table, with_error, write_report
+from eval import default_lengths, default_stride, log_curve
+from measure.report import Report
+from measure.results import Job, Protocol
+from measure.tables import with_error
 from model import GPT, GPTConfig
 from model.checkpoint import latest_checkpoint, load_run, load_state, load_weights, read_config, save_checkpoint
 
@@ -272,8 +275,7 @@ class Trainer:
 
     def _open_outputs(self, outputs: contextlib.ExitStack) -> None:
         c = self.config
-        about = {"name": c.name, "job_type": "train", "config": self._write_config()}
-        about["tags"] = [f"pos={c.pos.name}", f"layers={c.model.n_layer}", f"train_length={c.model.train_length}"]
+        about = {**runs.wandb_identity(c), "config": self._write_config()}
         self.metrics = runs.MetricsFile(self.folder / "metrics.jsonl", self._is_kept)
         self.wandb = runs.start_wandb(c.wandb, self.folder, self.wandb_id, **about)
         outputs.push(lambda kind, error, trace: self.wandb.finish(failed=kind is not None))
@@ -347,21 +349,25 @@ class Trainer:
             return math.nan
         c = self.config
         stride = c.val.stride or default_stride(c.model.train_length, self.lengths)
+        protocol = Protocol(tuple(self.lengths), stride=stride, max_targets=c.val.max_targets)
+        job = Job(self.model.config, self.files, self.tokenizer, protocol)
+        with runs.autocast(self.device, self.precision):
+            job.score(self.model, losses := job.new_losses())
         about = {"run": c.name, "folder": str(self.folder), "checkpoint": f"step_{self.step:06d}"}
-        about["trained_on"] = self.files.fingerprint
-        protocol = {"protocol": "sliding", "stride": stride, "max_targets": c.val.max_targets}
-        result = measure_run(self.model, self.files, self.tokenizer, self.lengths, self.precision, about, **protocol)
-        rows = result["rows"]
+        about |= {"trained_on": self.files.fingerprint, "precision": self.precision}
+        (measurement,) = job.measurements(losses, about)
+        rows = measurement.result["rows"]
         shown = ", ".join(f"{row['length']}: {with_error(row)}" for row in rows)
         log.info("step %d  validation perplexity at %s", self.step, shown)
-        at_train = next(row for row in rows if row["length"] == c.model.train_length)
+        at_train = measurement.row(c.model.train_length)
         curve = {f"val/perplexity_{row['length']}": row["perplexity"] for row in rows if row["nll"] is not None}
         at_length = {f"val/{key}": at_train[key] for key in ("perplexity", "bits_per_byte")}
         self._record({"val/loss": at_train["nll"], **at_length, **curve})
         if last:
-            write_report([result], self.folder)
-            log_curve(result, "extrapolation/final", self._record, self.wandb)
-            for line in table([result]).splitlines():
+            report = Report([measurement])
+            report.write(self.folder, html=False)
+            log_curve(measurement.result, "extrapolation/final", self._record, self.wandb)
+            for line in report.text().splitlines():
                 log.info("%s", line)
         return at_train["nll"]
 
@@ -394,7 +400,8 @@ def main(config: DictConfig) -> float:
             config = resumed_config(config, list(hydra_config.overrides.task))
         config = from_source(config)
         config.data = absolute(DataConfig(**config.data))
-        config.wandb.group = config.wandb.group or hydra_config.runtime.choices.get("experiment")
+        if experiment := hydra_config.runtime.choices.get("experiment"):
+            config.wandb.tags.append(f"experiment={experiment}")
         gpt_config = check_settings(config, ranks)
         trainer = Trainer(config, gpt_config, Path(ranks.share(str(folder))), ranks)
         log.info("run      %s", trainer.folder)

@@ -9,7 +9,9 @@ os.environ["OMP_NUM_THREADS"] = "1"  # tiny models: threads that wait for each o
 for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_IDENTITY_TOKEN_FILE"):
     os.environ.pop(name, None)
 
-import pytest  # noqa: E402 (after the environment: libraries read it on import)
+import json  # noqa: E402 (after the environment: libraries read it on import)
+
+import pytest  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -18,3 +20,23 @@ def home(tmp_path_factory, monkeypatch):
     folder = tmp_path_factory.mktemp("home")
     monkeypatch.setenv("HOME", str(folder))
     return folder
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory):
+    """Forty small documents, and the settings that read them."""
+    folder = tmp_path_factory.mktemp("corpus")
+    rows = [{"text": f"document {i}: " + " ".join(str(i * j % 97) for j in range(40))} for i in range(40)]
+    (folder / "text.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return [f"data.path={folder / 'text.jsonl'}", f"data.cache={folder / 'cache'}"]
+
+
+@pytest.fixture(scope="session")
+def two_runs(corpus, tmp_path_factory):
+    """Folders `learned` and `rope`, trained. Tests leave them as they are, but for what a measurement writes."""
+    from tests.trained import TINY, run
+
+    root = tmp_path_factory.mktemp("runs") / "outputs"
+    for pos in ("learned", "rope"):
+        run(root / pos, *TINY, *corpus, f"pos={pos}")
+    return root

@@ -1,300 +1,247 @@
-"""Measurements against plain loops that score one token at a time, and what is shown of them."""
+"""eval.py on trained runs: what it measures, shows, keeps and refuses."""
 
+import copy
 import json
-import math
+import shutil
+from pathlib import Path
 
-import numpy as np
 import pytest
-import torch
-from matplotlib.figure import Figure
-from PIL import Image
+from omegaconf import OmegaConf
 
-from eval import (
-    comparability,
-    default_lengths,
-    evaluate_lengths,
-    plot,
-    ratio_and_error,
-    table,
-    window_spans,
-    with_error,
-    write_report,
-)
-from tests.helpers import random_tokens, small_model
-
-ODD_SIZES = [50, 64, 65, 97]
-LENGTHS = [8, 10, 24]
+import eval as eval_module
+from data import get_tokenizer
+from eval import default_lengths
+from measure import results, store
+from model import GPT
+from tests.trained import TINY, measure, run
 
 
-def loss_of_one_token(model, tokens, target, context):
-    """-log p(tokens[target] | the `context` tokens before it), from a pass over just these."""
-    logits = model(torch.from_numpy(tokens[None, target - context : target].astype(np.int64)))[0, -1]
-    row = logits.tolist()
-    return math.log(sum(math.exp(value) for value in row)) - row[tokens[target]]
+def test_evaluation_takes_the_latest_run_and_agrees_with_training(two_runs, capsys):
+    trained = json.loads((two_runs / "rope" / "extrapolation.json").read_text())
+    (result,) = measure(f"root={two_runs}", "max_targets=64", "precision=fp32")
+    assert result["pos"]["name"] == "rope"
+    assert result["rows"] == trained["rows"]
+    assert trained.keys() | {"by_position"} == result.keys()
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "sliding windows"
+    assert lines[1].split() == ["length", "perplexity", "bits/byte", "÷", "at", "16", "[95", "%]", "scored"]
+    assert [line.split()[0] for line in lines[2:]] == ["16", "20", "24", "32", "64"]
 
 
-def slow_nonoverlapping(model, tokens, length):
-    """[(loss, window)] of every token but the first; its context is what lies before it in its window of `length`."""
-    return [
-        (loss_of_one_token(model, tokens, target, (target - 1) % length + 1), (target - 1) // length)
-        for target in range(1, len(tokens))
-    ]
+def test_evaluation_of_two_runs_side_by_side(two_runs, capsys):
+    results = measure(f"runs=[{two_runs / 'learned'},{two_runs / 'rope'}]", f"root={two_runs}", "lengths=[16,32]")
+    assert [row["perplexity"] is None for row in results[0]["rows"]] == [False, True]
+    assert results[0]["rows"][0]["scored"] == results[1]["rows"][0]["scored"]  # the same tokens
+    assert "table ends at 16" in capsys.readouterr().out
+    (comparison,) = two_runs.glob("*_comparison")
+    whole = json.loads((comparison / "extrapolation.json").read_text())
+    assert [result["run"] for result in whole["results"]] == ["learned_16_seed0", "rope_16_seed0"]
+    assert [(pair["model"], pair["length"]) for pair in whole["paired"]] == [("rope_16_seed0", 16)]
+    assert (comparison / "extrapolation.png").stat().st_size > 5000
+    assert json.loads((two_runs / "learned" / "extrapolation.json").read_text())["rows"][1]["perplexity"] is None
+    shutil.rmtree(comparison)
 
 
-def slow_sliding(model, tokens, length, longest, stride):
-    """[(loss, window)] of the targets that every length scores; context grows by one within each block of `stride`."""
-    first, scored = longest - stride + 1, []
-    for target in range(first, len(tokens)):
-        block, within = divmod(target - first, stride)
-        in_block = min(stride, len(tokens) - first - block * stride)
-        scored.append((loss_of_one_token(model, tokens, target, length - in_block + 1 + within), block))
-    return scored
-
-
-def slow_error(scored):
-    """The ratio estimator's standard error, written out."""
-    windows = sorted({window for _, window in scored})
-    mean = sum(loss for loss, _ in scored) / len(scored)
-    total = 0.0
-    for window in windows:
-        inside = [loss for loss, at in scored if at == window]
-        total += (sum(inside) - mean * len(inside)) ** 2
-    return math.sqrt(total * len(windows) / (len(windows) - 1)) / len(scored)
-
-
-@pytest.fixture(scope="module")
-def model():
-    return small_model({"name": "rope"}, train_length=8)
-
-
-@pytest.mark.parametrize("size", ODD_SIZES)
-@pytest.mark.parametrize("protocol", ["nonoverlapping", "sliding"])
-@pytest.mark.parametrize("stride", [1, 3, 8])
-def test_every_number_is_the_slow_loops(model, size, protocol, stride):
-    tokens = random_tokens(model, 1, size)[0].numpy()
-    rows = evaluate_lengths(model, tokens, LENGTHS, protocol=protocol, stride=stride)
-    assert [row["length"] for row in rows] == LENGTHS
-    for row in rows:
-        if protocol == "sliding":
-            scored = slow_sliding(model, tokens, row["length"], max(LENGTHS), stride)
-            assert row["scored"] == size - (max(LENGTHS) - stride + 1)
-        else:
-            scored = slow_nonoverlapping(model, tokens, row["length"])
-            assert row["scored"] == size - 1
-        assert row["scored"] == len(scored)
-        mean = sum(loss for loss, _ in scored) / len(scored)
-        assert row["nll"] == pytest.approx(mean, abs=1e-9)
-        assert row["perplexity"] == pytest.approx(math.exp(mean), rel=1e-9)
-        assert row["stderr"] == pytest.approx(slow_error(scored), rel=1e-6)
-
-
-@pytest.mark.parametrize("protocol", ["nonoverlapping", "sliding"])
-def test_results_do_not_depend_on_batches_dtypes_or_the_kind_of_array(model, protocol):
-    tokens = random_tokens(model, 1, 97)[0]
-    expected = evaluate_lengths(model, tokens, LENGTHS, protocol, 3)
-    for given in (tokens.numpy().astype(np.uint16), tokens.int()):
-        assert evaluate_lengths(model, given, LENGTHS, protocol, 3) == expected
-    for batch_tokens in (1, 30, 50):
-        for row, wanted in zip(
-            evaluate_lengths(model, tokens, LENGTHS, protocol, 3, batch_tokens=batch_tokens), expected, strict=True
-        ):
-            assert row["nll"] == pytest.approx(wanted["nll"], abs=1e-12)
-            assert row["stderr"] == pytest.approx(wanted["stderr"], abs=1e-12)
-
-
-def test_two_windows_of_unequal_size_are_weighted_by_their_tokens():
-    """A mean of window means would say 1.5."""
-    nll, stderr = ratio_and_error(np.array([9.0, 2.0]), np.array([9, 1]))
-    assert nll == pytest.approx(1.1)
-    # residuals 9 - 9.9 and 2 - 1.1: ±0.9, so sqrt(2 · (0.81 + 0.81)) / 10
-    assert stderr == pytest.approx(math.sqrt(2 * 1.62) / 10)
-    assert ratio_and_error(np.array([3.0]), np.array([2])) == (1.5, None)
-
-
-def test_equal_windows_have_the_textbook_error():
-    rng = np.random.default_rng(0)
-    losses = rng.normal(8.0, 1.0, 50)
-    nll, stderr = ratio_and_error(losses, np.full(50, 4))
-    assert nll == pytest.approx(losses.mean() / 4)
-    assert stderr == pytest.approx(losses.std(ddof=1) / math.sqrt(50) / 4)
-
-
-@pytest.mark.parametrize("protocol", ["nonoverlapping", "sliding"])
-def test_a_cap_keeps_windows_spread_over_the_text_and_the_same_at_all_lengths(protocol):
-    for length in LENGTHS:
-        everything = window_spans(1000, LENGTHS, length, protocol, 4).tolist()
-        capped = window_spans(1000, LENGTHS, length, protocol, 4, max_targets=80).tolist()
-        assert all(span in everything for span in capped)
-        assert capped[0] == everything[0]
-        assert capped[-1] == everything[-1]
-        assert sum(scored for _, _, scored in capped) <= 80
-    ends = {
-        tuple(
-            start + size - scored for start, size, scored in window_spans(1000, LENGTHS, n, "sliding", 4, 80).tolist()
-        )
-        for n in LENGTHS
-    }
-    assert len(ends) == 1
-
-
-def test_learned_positions_end_with_their_table():
-    model = small_model({"name": "learned"}, train_length=10)
-    tokens = random_tokens(model, 1, 97)[0].numpy()
-    rows = evaluate_lengths(model, tokens, LENGTHS, "sliding", 3, bytes_per_token=np.ones(61, dtype=np.int64))
-    past = {"nll": None, "perplexity": None, "stderr": None, "bits_per_byte": None, "scored": 0}
-    assert rows[2] == {"length": 24, "note": "table ends at 10", **past}
-    # the other lengths score the tokens that all lengths score, so that runs can be compared
-    scored = slow_sliding(model, tokens, 10, 24, 3)
-    assert rows[1]["nll"] == pytest.approx(sum(loss for loss, _ in scored) / len(scored), abs=1e-9)
-
-
-def test_bits_per_byte_count_the_bytes_of_scored_tokens(model):
-    tokens = random_tokens(model, 1, 50)[0].numpy()
-    sizes = np.arange(61)
-    row = evaluate_lengths(model, tokens, [10], "nonoverlapping", bytes_per_token=sizes)[0]
-    n_bytes = sum(int(token) for token in tokens[1:])
-    assert row["bits_per_byte"] == pytest.approx(row["nll"] * 49 / math.log(2) / n_bytes)
-
-
-def test_evaluation_leaves_the_model_as_it_was():
-    model = small_model({"name": "rope"}, dropout=0.5).train()
-    tokens = random_tokens(model, 1, 50)[0]
-    state = torch.get_rng_state()
-    assert evaluate_lengths(model, tokens, [10], stride=5) == evaluate_lengths(model, tokens, [10], stride=5)
-    assert model.training
-    assert torch.equal(torch.get_rng_state(), state)
+def test_evaluation_on_other_data_says_so(two_runs, tmp_path, caplog):
+    copy = tmp_path / "copy"
+    shutil.copytree(two_runs / "rope", copy)
+    config = OmegaConf.load(copy / "config.yaml")
+    config.provenance.fingerprint = "another"
+    OmegaConf.save(config, copy / "config.yaml")
+    measure(f"runs={copy}")
+    assert "was trained on data another" in caplog.text
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("settings", "words"),
     [
-        ({"lengths": []}, r"lengths=\[\]"),
-        ({"lengths": [0]}, r"lengths=\[0\]"),
-        ({"lengths": [2.5]}, r"lengths=\[2\.5\]"),
-        ({"lengths": [50]}, "window of 50 .* 50 tokens"),
-        ({"protocol": "slide"}, "sliding or nonoverlapping"),
-        ({"stride": 0}, "stride=0"),
-        ({"stride": 9}, "stride=9.* 8"),
-        ({"max_targets": 0}, "max_targets=0"),
-        ({"tokens": torch.zeros((2, 50), dtype=torch.int64)}, "one dimension"),
-        ({"tokens": torch.zeros(50)}, "integers"),
-        ({"tokens": torch.full((50,), 61)}, "token id 61"),
+        (["runs=[]"], r"runs=\[\]"),
+        (["runs=nowhere"], "nowhere: not a run folder"),
+        (["root=nowhere"], "no run with a checkpoint under nowhere"),
+        (["lengths=[]"], r"lengths=\[\]"),
+        (["lengths=[100000]"], "do not fit into"),
+        (["stride=17"], "stride=17"),
+        (["stride=0"], "stride=0"),
+        (["protocol=slide"], "sliding, nonoverlapping or both"),
+        (["max_targets=0"], "max_targets=0"),
+        (["device=tpu"], "device='tpu'"),
+        (["precision=fp8"], "precision='fp8'"),
+        (["wandb.mode=loud"], "'loud'"),
+        (["out=pyproject.toml"], r"out=pyproject\.toml: is a file"),
+        (["documents=inside"], "documents='inside': use within or across"),
+        (["documents=within", "lengths=[16,5000]"], "do not fit into"),
+        (["documents=within", "lengths=[16,200]"], "no document holds a window of 200 .*the longest has"),
+        (["scalings=[yarm]"], "scalings='yarm': known names are none, linear"),
+        (["scalings=[]"], r"scalings=\[\]"),
+        (["scalings=[none]", "scaling=yarn"], "scaling= and scalings= together"),
+        (["scalings=[longrope]"], "scaling.*short"),
+        (["runs=[learned]", "scalings=[yarn]"], "none of them fits .*no frequencies to scale"),
+        (["sort=17"], "sort='17': the columns are model, 16, 20"),
+        (["reference=alibi"], "reference='alibi': the models are rope_16_seed0"),
+        (["runs='nothing*'"], r"runs=nothing\*: no run folder matches"),
     ],
     ids=str,
 )
-def test_evaluation_refuses(model, change, words):
-    given = {"tokens": random_tokens(model, 1, 50)[0], "lengths": [8, 16], "stride": 4, **change}
-    with pytest.raises(ValueError, match=words):
-        evaluate_lengths(model, **given)
+def test_evaluation_refuses_and_writes_nothing(settings, words, two_runs):
+    before = {path: path.stat().st_mtime_ns for path in two_runs.rglob("*")}
+    settings = [setting.replace("[learned]", f"[{two_runs / 'learned'}]") for setting in settings]
+    with pytest.raises((ValueError, FileNotFoundError), match=words):
+        measure(f"root={two_runs}", *settings)
+    assert {path: path.stat().st_mtime_ns for path in two_runs.rglob("*")} == before
 
 
-def test_a_text_of_one_window_is_enough(model):
-    tokens = random_tokens(model, 1, 9)[0].numpy()
-    for protocol in ("sliding", "nonoverlapping"):
-        row = evaluate_lengths(model, tokens, [8], protocol, stride=8)[0]
-        assert (row["scored"], row["stderr"]) == (8, None)
+@pytest.mark.parametrize("damage", ["missing", "cut short", "not one at all", "of another model"])
+def test_a_damaged_checkpoint_is_named_before_anything_is_measured(damage, two_runs, tmp_path):
+    shutil.copytree(two_runs / "rope", tmp_path / "copy")
+    (path,) = (tmp_path / "copy" / "checkpoint").glob("*.safetensors")
+    if damage == "missing":
+        path.unlink()
+    elif damage == "cut short":
+        path.write_bytes(path.read_bytes()[:-100])
+    elif damage == "not one at all":
+        path.write_bytes(b"weights")
+    else:
+        (other,) = (two_runs / "learned" / "checkpoint").glob("*.safetensors")
+        header = path.read_bytes()
+        size = int.from_bytes(header[:8], "little")
+        path.write_bytes(header[: 8 + size].replace(b"blocks.0", b"blocks.1") + header[8 + size :])
+        assert other.read_bytes() != path.read_bytes()
+    out = tmp_path / "out"
+    with pytest.raises((ValueError, FileNotFoundError), match=r"holds no checkpoint|not a whole checkpoint"):
+        measure(f"runs=[{two_runs / 'learned'},{tmp_path / 'copy'}]", f"out={out}")
+    assert not out.exists()
 
 
-def result(name="rope", **change):
-    rows = [
-        {"length": 256, "nll": math.log(3.254), "perplexity": 3.254, "stderr": 0.01, "scored": 9, "bits_per_byte": 1.7},
-        {"length": 512, "nll": math.log(6.508), "perplexity": 6.508, "stderr": 0.02, "scored": 9, "bits_per_byte": 2.7},
+def test_a_grid_measures_what_makes_sense_and_says_what_it_leaves_out(two_runs, tmp_path, caplog):
+    caplog.set_level("INFO", "ropewalk")
+    folders = f"runs=[{two_runs / 'learned'},{two_runs / 'rope'}]"
+    results = measure(folders, "scalings=[none,ntk,yarn]", "protocol=both", "lengths=[16,32]", f"out={tmp_path}")
+    names = [
+        f"{name}_16_seed0 {scaling}"
+        for name, *of_name in (("learned", "none"), ("rope", "none", "ntk", "yarn"))
+        for scaling in of_name
     ]
-    common = {"protocol": "sliding", "train_length": 256, "tokenizer": "bytes", "corpus": "stdlib"}
-    common |= {"fingerprint": "f1", "trained_on": "f1"}
-    return {"run": name, "folder": f"outputs/{name}", **common, "rows": rows, **change}
+    assert [result["run"] for result in results] == [name for name in names for _ in range(2)]
+    assert [result["protocol"] for result in results[:2]] == ["sliding", "nonoverlapping"]
+    assert "left out learned_16_seed0 ntk: pos=learned has no frequencies to scale" in caplog.messages
+    whole = json.loads((tmp_path / "extrapolation.json").read_text())
+    assert len(whole["skipped"]) == 2
+    # each is what measuring it by itself gives
+    for scaling, result in zip(("none", "ntk", "yarn"), results[2::2], strict=True):
+        (alone,) = measure(
+            f"runs={two_runs / 'rope'}",
+            f"scaling={scaling}",
+            "lengths=[16,32]",
+            "fresh=true",
+            f"out={tmp_path / scaling}",
+        )
+        assert [row["nll"] for row in alone["rows"]] == pytest.approx([row["nll"] for row in result["rows"]], abs=1e-6)
 
 
-def ended(name="learned"):
-    gone = {"nll": None, "perplexity": None, "stderr": None, "bits_per_byte": None, "scored": 0}
-    return result(name, rows=[result()["rows"][0], {"length": 512, **gone, "note": "table ends at 256"}])
+def test_an_interrupted_sweep_goes_on_to_the_same_files(two_runs, tmp_path, monkeypatch, caplog):
+    settings = [f"runs=[{two_runs / 'learned'},{two_runs / 'rope'}]", "scalings=[none,linear]", "protocol=both"]
+    caplog.set_level("INFO", "ropewalk")
+    monkeypatch.setattr(results, "BATCH_TOKENS", 256)
+    real, calls, stop = GPT.forward, [], [10**9]
+
+    def counted(self, *args, **keys):
+        if len(calls) == stop[0]:
+            raise KeyboardInterrupt
+        calls.append(1)
+        return real(self, *args, **keys)
+
+    monkeypatch.setattr(GPT, "forward", counted)
+    measure(*settings, f"out={tmp_path / 'whole'}", "fresh=true")
+    needed = len(calls)
+    cache = Path(OmegaConf.load(two_runs / "rope" / "config.yaml").data.cache) / "measurements"
+    shutil.rmtree(cache)
+    for part in (1, 2, 3):
+        calls.clear()
+        stop[0] = needed // 4
+        with pytest.raises(KeyboardInterrupt):
+            measure(*settings, f"out={tmp_path / 'parts'}")
+        assert len(calls) == needed // 4
+        assert not (tmp_path / "parts").exists()
+        assert part == 1 or "of them known from before" in caplog.text
+    calls.clear()
+    stop[0] = 10**9
+    measure(*settings, f"out={tmp_path / 'parts'}")
+    assert len(calls) == needed - 3 * (needed // 4)
+    for name in ("extrapolation.json", "extrapolation.svg", "by_position.svg", "report.html"):
+        parts, whole = ((tmp_path / folder / name).read_text() for folder in ("parts", "whole"))
+        assert parts.replace("parts", "whole") == whole
+    calls.clear()
+    measure(*settings, f"out={tmp_path / 'parts'}")
+    assert calls == []
+    measure(*settings, f"out={tmp_path / 'parts'}", "fresh=true")
+    assert len(calls) == needed
 
 
-@pytest.mark.parametrize(
-    ("perplexity", "stderr", "text"),
-    [
-        (3.25412, 0.01, "3.254 ± 0.033"),
-        (3.25412, 0.1, "3.25 ± 0.33"),
-        (1234.5, 0.1, "1234 ± 123"),
-        (3.25412, None, "3.254"),
-        (3.25412, 1e-6, "3.2541200 ± 0.0000033"),
-        (3.25412, 0.0, "3.254"),
-        (math.inf, 0.1, "inf"),
-    ],
-)
-def test_no_more_digits_than_the_error_allows(perplexity, stderr, text):
-    assert with_error({"nll": math.log(perplexity), "perplexity": perplexity, "stderr": stderr}) == text
+def test_a_changed_program_measures_anew(two_runs, tmp_path, monkeypatch):
+    settings = [f"runs={two_runs / 'rope'}", "lengths=[16]", "stride=5", f"out={tmp_path}"]
+    measure(*settings)
+    with monkeypatch.context() as patch:
+        patch.setattr(GPT, "forward", lambda *_, **__: 1 / 0)
+        measure(*settings)
+        for change in ("stride=6", "lengths=[15,16]", "documents=within", "precision=fp32", "max_targets=100"):
+            with pytest.raises(ZeroDivisionError):
+                measure(*settings, change)
+        patch.setattr(store, "source_digest", lambda: "another")
+        with pytest.raises(ZeroDivisionError):
+            measure(*settings)
 
 
-def test_table_of_one_run():
-    assert table([result()]).splitlines() == [
-        "length     perplexity  bits/byte  ÷ at 256",
-        "   256  3.254 ± 0.033      1.700         1",
-        "   512    6.51 ± 0.13      2.700         2",
+def test_seeds_are_grouped_and_compared_seed_by_seed(corpus, tmp_path, capsys):
+    for pos in ("rope", "none"):
+        for seed in (0, 1):
+            run(tmp_path / f"{pos}{seed}", *TINY, *corpus, f"pos={pos}", f"seed={seed}", "train.max_steps=2")
+    capsys.readouterr()
+    results = measure(f"runs='{tmp_path}/*[01]'", "lengths=[16,32]", f"out={tmp_path / 'out'}", "reference=none_16")
+    whole = json.loads((tmp_path / "out" / "extrapolation.json").read_text())
+    assert [(group["model"], group["runs"]) for group in whole["groups"]] == [
+        (f"{pos}_16", [f"{pos}_16_seed0", f"{pos}_16_seed1"]) for pos in ("none", "rope")
     ]
+    values = [result["rows"][1]["perplexity"] for result in results[2:]]
+    assert whole["groups"][1]["rows"][1]["perplexity"] == pytest.approx(sum(values) / 2)
+    assert whole["groups"][1]["rows"][1]["perplexity_error"] == pytest.approx(abs(values[0] - values[1]) / 2**0.5)
+    nll = [result["rows"][1]["nll"] for result in results]
+    assert whole["paired"][1]["difference"] == pytest.approx((nll[2] - nll[0] + nll[3] - nll[1]) / 2)
+    assert whole["paired"][1]["spread"] == pytest.approx(abs((nll[2] - nll[0]) - (nll[3] - nll[1])) / 2**0.5)
+    assert "seeds" in capsys.readouterr().out
 
 
-def test_table_side_by_side_says_where_a_table_ends():
-    assert table([result(), ended()]).splitlines() == [
-        "perplexity",
-        "length           rope            learned",
-        "   256  3.254 ± 0.033      3.254 ± 0.033",
-        "   512    6.51 ± 0.13  table ends at 256",
-        "",
-        "bits per byte",
-        "length   rope  learned",
-        "   256  1.700    1.700",
-        "   512  2.700         ",
-    ]
+def test_runs_with_different_tokenizers_are_compared_in_bits_per_byte_only(
+    two_runs, tmp_path, monkeypatch, capsys, caplog
+):
+    """A second byte tokenizer under another name: same text, so bits per byte agree, but perplexities are not shown."""
+    shutil.copytree(two_runs / "rope", tmp_path / "copy")
+    config = OmegaConf.load(tmp_path / "copy" / "config.yaml")
+    config.tokenizer.name = "other"
+    OmegaConf.save(config, tmp_path / "copy" / "config.yaml")
+    plain = get_tokenizer("bytes")
+    renamed = copy.copy(plain)
+    renamed.name = "other"
+    monkeypatch.setattr(eval_module, "get_tokenizer", lambda name: renamed if name == "other" else plain)
+    capsys.readouterr()
+    measure(f"runs=[{two_runs / 'rope'},{tmp_path / 'copy'}]", "lengths=[16,32]", f"out={tmp_path / 'out'}")
+    shown = capsys.readouterr().out
+    assert "bits per byte" in shown
+    assert "perplexity" not in shown.replace("perplexity ÷ that at the training length", "")
+    assert "nats a token minus" not in shown
+    assert "bits per byte only" in caplog.text
+    whole = json.loads((tmp_path / "out" / "extrapolation.json").read_text())
+    assert whole["paired"] == []
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert "bits per byte only" in page
+    assert "sliding windows: perplexity<" not in page
 
 
-def test_reports_are_whole_files(tmp_path):
-    write_report([ended()], tmp_path / "one")
-    written = json.loads((tmp_path / "one" / "extrapolation.json").read_text())
-    assert written["rows"][1]["perplexity"] is None
-    assert written["rows"][1]["note"] == "table ends at 256"
-    write_report([result(), ended()], tmp_path / "two")
-    assert [r["run"] for r in json.loads((tmp_path / "two" / "extrapolation.json").read_text())] == ["rope", "learned"]
-    for folder in ("one", "two"):
-        with Image.open(tmp_path / folder / "extrapolation.png") as image:
-            assert min(image.size) > 500
-        assert sorted(path.name for path in (tmp_path / folder).iterdir()) == [
-            "extrapolation.json",
-            "extrapolation.png",
-        ]
-
-
-def test_infinite_perplexity_is_valid_json_and_can_be_drawn(tmp_path):
-    rows = [{"length": 256, "nll": 900.0, "perplexity": math.inf, "stderr": 0.1, "scored": 9, "bits_per_byte": 1.0}]
-    write_report([result(rows=rows)], tmp_path)
-    assert json.loads((tmp_path / "extrapolation.json").read_text())["rows"][0]["perplexity"] is None
-    assert "Infinity" not in (tmp_path / "extrapolation.json").read_text()
-
-
-def test_the_plot_has_a_curve_a_run_and_a_line_at_the_training_length(tmp_path, monkeypatch):
-    drawn, real = [], Figure.savefig
-    monkeypatch.setattr(Figure, "savefig", lambda self, *args, **keys: (drawn.append(self), real(self, *args, **keys)))
-    plot([result(), ended()], tmp_path / "plot.png")
-    axes = drawn[0].axes[0]
-    assert axes.get_xscale() == "log"
-    labels = [text.get_text().strip("\u200b") for text in axes.get_legend().get_texts()]
-    assert labels == ["rope", "learned (table ends at 256)"]
-    curves = [container.lines[0].get_xdata().tolist() for container in axes.containers]
-    assert curves == [[256, 512], [256]]
-    assert any(line.get_linestyle() == "--" and set(line.get_xdata()) == {256} for line in axes.lines)
-
-
-@pytest.mark.parametrize("name", ["cost$\\alp$", "_hidden", "größe=3 {x} %s"])
-def test_any_name_can_be_drawn(name, tmp_path):
-    plot([result(name)], tmp_path / "plot.png")
-    assert (tmp_path / "plot.png").stat().st_size > 5000
-
-
-def test_what_cannot_be_compared_is_said():
-    assert comparability([result("a"), result("b")]) == []
-    assert "cannot be compared" in comparability([result("a"), result("b", fingerprint="f2", trained_on="f2")])[0]
-    assert "bits per byte" in comparability([result("a"), result("b", tokenizer="gpt2")])[0]
-    assert "was trained on data f1" in comparability([result("a", fingerprint="f2")])[0]
+def test_a_config_with_interpolations_is_not_read(two_runs, tmp_path):
+    shutil.copytree(two_runs / "rope", tmp_path / "copy")
+    path = tmp_path / "copy" / "config.yaml"
+    path.write_text(path.read_text().replace("name: rope_16_seed0", "name: ${oc.env:HOME}"))
+    with pytest.raises(ValueError, match="not a configuration written by"):
+        measure(f"runs={tmp_path / 'copy'}")
 
 
 def test_default_lengths():

@@ -2,71 +2,20 @@
 
 import json
 import math
-import re
 import shutil
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
-from safetensors.torch import load_file
 
 import train
 from data import draw_batch
-from eval import EvalConfig, evaluate_runs
 from model import GPT, GPTConfig, load_run
 from model.positions import SCHEMES
-from runs import MetricsFile, Ranks, TrainConfig, checked, read_run
+from runs import MetricsFile, Ranks, read_run
+from tests.trained import TINY, composed, measure, metrics, run, same, weights
 from train import Trainer, check_settings, from_source, lr_at, resumed_config
-
-REPOSITORY = Path(__file__).parents[1]
-TINY = [
-    "preset=cpu", "data=files", "model.n_layer=1", "model.n_head=2", "model.head_dim=8", "model.train_length=16",
-    "train.batch_size=4", "train.max_steps=4", "train.warmup_steps=2", "train.eval_every=4", "train.checkpoint_every=2",
-    "train.log_every=1", "val.max_targets=64", "precision=fp32", "device=cpu", "wandb.mode=disabled",
-]  # fmt: skip
-
-
-@pytest.fixture(scope="session")
-def corpus(tmp_path_factory):
-    """Forty small documents, and the settings that read them."""
-    folder = tmp_path_factory.mktemp("corpus")
-    rows = [{"text": f"document {i}: " + " ".join(str(i * j % 97) for j in range(40))} for i in range(40)]
-    (folder / "text.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return [f"data.path={folder / 'text.jsonl'}", f"data.cache={folder / 'cache'}"]
-
-
-def composed(*overrides, name="train", schema=TrainConfig):
-    with initialize_config_dir(str(REPOSITORY / "configs"), version_base="1.3"):
-        return checked(compose(name, overrides=list(overrides)), schema)
-
-
-def run(folder: Path, *overrides, resume: bool = False) -> Trainer:
-    """Train in this process, as main does."""
-    folder.mkdir(parents=True, exist_ok=True)
-    config = composed(*overrides)
-    if resume:
-        changes = [o for o in overrides if o.split("=")[0] == "train.max_steps"]
-        config = resumed_config(composed(*overrides, f"resume='{folder}'"), [*changes, f"resume={folder}"])
-    trainer = Trainer(config, check_settings(config, Ranks()), folder, Ranks())
-    trainer.train()
-    return trainer
-
-
-def weights(folder: Path) -> dict:
-    return load_file(next((folder / "checkpoint").glob("*.safetensors")))
-
-
-def metrics(folder: Path) -> list[dict]:
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in row.items() if not key.startswith("speed/")} for row in rows]
-
-
-def same(a: dict, b: dict) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -175,7 +124,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(what, corpus, tmp_path, monkeyp
 def test_a_report_that_fails_costs_no_steps_and_can_be_made_up(corpus, tmp_path, monkeypatch):
     run(tmp_path / "whole", *TINY, *corpus)
     with monkeypatch.context() as patch:
-        patch.setattr(train, "write_report", lambda *_: 1 / 0)
+        patch.setattr(train.Report, "write", lambda *_, **__: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             run(tmp_path / "parts", *TINY, *corpus, "train.checkpoint_every=3")
     assert same(weights(tmp_path / "parts"), weights(tmp_path / "whole"))
@@ -341,200 +290,3 @@ def test_metrics_of_steps_after_the_checkpoint_are_dropped(tmp_path):
         {"step": 2, "x": 2},
         {"step": 3, "x": None},
     ]
-
-
-# ---- eval.py on runs that were trained ------------------------------------------------------------------------------
-
-
-def measure(*overrides):
-    return evaluate_runs(composed("wandb.mode=disabled", "device=cpu", *overrides, name="eval", schema=EvalConfig))
-
-
-@pytest.fixture(scope="module")
-def two_runs(corpus, tmp_path_factory):
-    root = tmp_path_factory.mktemp("runs") / "outputs"
-    for pos in ("learned", "rope"):
-        run(root / pos, *TINY, *corpus, f"pos={pos}")
-    return root
-
-
-def test_evaluation_takes_the_latest_run_and_agrees_with_training(two_runs, capsys):
-    trained = json.loads((two_runs / "rope" / "extrapolation.json").read_text())
-    (result,) = measure(f"root={two_runs}", "max_targets=64", "precision=fp32")
-    assert result["pos"]["name"] == "rope"
-    assert result["rows"] == trained["rows"]
-    assert trained.keys() == result.keys()
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0].split() == ["length", "perplexity", "bits/byte", "÷", "at", "16"]
-    assert [line.split()[0] for line in lines[1:]] == ["16", "20", "24", "32", "64"]
-
-
-def test_evaluation_of_two_runs_side_by_side(two_runs, capsys):
-    results = measure(f"runs=[{two_runs / 'learned'},{two_runs / 'rope'}]", f"root={two_runs}", "lengths=[16,32]")
-    assert [row["perplexity"] is None for row in results[0]["rows"]] == [False, True]
-    assert results[0]["rows"][0]["scored"] == results[1]["rows"][0]["scored"]  # the same tokens
-    assert "table ends at 16" in capsys.readouterr().out
-    (comparison,) = two_runs.glob("*_comparison")
-    assert len(json.loads((comparison / "extrapolation.json").read_text())) == 2
-    assert (comparison / "extrapolation.png").stat().st_size > 5000
-    assert json.loads((two_runs / "learned" / "extrapolation.json").read_text())["rows"][1]["perplexity"] is None
-    shutil.rmtree(comparison)
-
-
-def test_evaluation_on_other_data_says_so(two_runs, tmp_path, caplog):
-    copy = tmp_path / "copy"
-    shutil.copytree(two_runs / "rope", copy)
-    config = OmegaConf.load(copy / "config.yaml")
-    config.provenance.fingerprint = "another"
-    OmegaConf.save(config, copy / "config.yaml")
-    measure(f"runs={copy}")
-    assert "was trained on data another" in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        (["runs=[]"], r"runs=\[\]"),
-        (["runs=nowhere"], "nowhere: not a run folder"),
-        (["root=nowhere"], "no run with a checkpoint under nowhere"),
-        (["lengths=[]"], r"lengths=\[\]"),
-        (["lengths=[100000]"], "do not fit into"),
-        (["stride=17"], "stride=17"),
-        (["stride=0"], "stride=0"),
-        (["protocol=slide"], "sliding or nonoverlapping"),
-        (["max_targets=0"], "max_targets=0"),
-        (["device=tpu"], "device='tpu'"),
-        (["precision=fp8"], "precision='fp8'"),
-        (["wandb.mode=loud"], "'loud'"),
-        (["out=pyproject.toml"], r"out=pyproject\.toml: is a file"),
-    ],
-    ids=str,
-)
-def test_evaluation_refuses_and_writes_nothing(settings, words, two_runs):
-    before = {path: path.stat().st_mtime_ns for path in two_runs.rglob("*")}
-    with pytest.raises((ValueError, FileNotFoundError), match=words):
-        measure(f"root={two_runs}", *settings)
-    assert {path: path.stat().st_mtime_ns for path in two_runs.rglob("*")} == before
-
-
-def test_a_config_with_interpolations_is_not_read(two_runs, tmp_path):
-    shutil.copytree(two_runs / "rope", tmp_path / "copy")
-    path = tmp_path / "copy" / "config.yaml"
-    path.write_text(path.read_text().replace("name: rope_16_seed0", "name: ${oc.env:HOME}"))
-    with pytest.raises(ValueError, match="not a configuration written by"):
-        measure(f"runs={tmp_path / 'copy'}")
-
-
-# ---- the commands, as a user types them -----------------------------------------------------------------------------
-
-
-def command(script: str, *arguments, cwd: Path, launcher=(sys.executable,)) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [*launcher, str(REPOSITORY / script), *arguments], cwd=cwd, capture_output=True, text=True, timeout=240
-    )
-
-
-def records(wandb_folder: Path) -> list[dict]:
-    """An offline run's log, read back by wandb's own reader."""
-    text = subprocess.run(
-        [Path(sys.executable).with_name("wandb"), "leet", "inspect", "--json", wandb_folder],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=60,
-    ).stdout
-    return [json.loads(line) for line in text.splitlines()]
-
-
-def test_command_line_from_training_to_the_curve_in_wandb(corpus, tmp_path):
-    settings = [setting for setting in TINY if not setting.startswith("wandb")]
-    done = command("train.py", *settings, *corpus, "pos=rope", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    (folder,) = tmp_path.glob("outputs/*_rope_16_seed0")
-    names = {path.name for path in folder.iterdir()}
-    assert names == {
-        "config.yaml", "metrics.jsonl", "checkpoint", "extrapolation.json", "extrapolation.png", "train.log",
-    }  # fmt: skip
-    for word in ("preset   cpu", "device   cpu", "model    rope: ", "parameters", "fingerprint", "wandb    offline"):
-        assert word in done.stdout
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["outputs"]
-
-    measured = command("eval.py", "protocol=nonoverlapping", "lengths=[16,40]", cwd=tmp_path)
-    assert measured.returncode == 0, measured.stderr
-    rows = json.loads((folder / "extrapolation.json").read_text())["rows"]
-    assert [line[:6].strip() for line in measured.stdout.splitlines()[1:4]] == ["length", "16", "40"]
-
-    first, second = sorted(tmp_path.glob("outputs/wandb/offline-run-*"))
-    run_id = OmegaConf.load(folder / "config.yaml").provenance.wandb_id
-    assert first.name.endswith(run_id)
-    assert second.name.endswith(run_id)  # the same run, not a new one
-    text = json.dumps(records(first))
-    for name in ("train/loss", "val/perplexity_64", "speed/tokens_per_second", "extrapolation/final/perplexity"):
-        assert name in text
-    text = json.dumps(records(second))
-    assert "extrapolation/nonoverlapping/perplexity" in text
-    assert str(rows[1]["perplexity"]) in text
-
-
-def test_a_failed_run_is_a_failed_run_in_wandb_and_the_next_one_is_not(corpus, tmp_path, monkeypatch):
-    settings = [*TINY, *corpus, "wandb.mode=offline"]
-    with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "_evaluate", lambda self, last: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            run(tmp_path / "failed", *settings)
-    run(tmp_path / "whole", *settings)
-    exits = {}
-    for name in ("failed", "whole"):
-        run_id = OmegaConf.load(tmp_path / name / "config.yaml").provenance.wandb_id
-        (folder,) = (tmp_path / "wandb").glob(f"offline-run-*-{run_id}")
-        text = json.dumps(records(folder))
-        exits[name] = re.findall(r'"exit_?[cC]ode": *\\*"?(\d+)', text) or text[-2000:]
-    assert exits == {"failed": ["1"], "whole": ["0"]}
-
-
-def test_multirun_trains_all_jobs_and_reports_the_one_that_fails(corpus, tmp_path):
-    done = command("train.py", "-m", *TINY, *corpus, "pos=learned,rope", "seed=-1,0", cwd=tmp_path)
-    assert done.returncode != 0
-    folders = {path.name.split("_", 2)[2]: path for path in tmp_path.glob("outputs/*_16_seed*")}
-    assert set(folders) == {f"{pos}_16_seed{seed}" for pos in ("learned", "rope") for seed in (-1, 0)}
-    for name, folder in folders.items():
-        log = (folder / "train.log").read_text()
-        assert ("Traceback" in log and "seed=-1" in log) == name.endswith("-1")
-        assert (folder / "checkpoint").exists() == name.endswith("0")
-    assert "seed=-1: must be at least 0" in done.stderr
-
-
-def test_an_error_is_one_message_without_a_traceback(corpus, tmp_path):
-    done = command("train.py", *TINY, *corpus, "model.width=100", cwd=tmp_path)
-    assert done.returncode == 1
-    assert "model.width=100" in done.stderr
-    assert "Traceback" not in done.stderr
-    for other in ("a", "b"):
-        done = command("train.py", *TINY, *corpus, f"hydra.run.dir={other}", cwd=tmp_path)
-        assert done.returncode == 0, done.stderr
-    done = command("train.py", "resume=a", "hydra.run.dir=b", "train.max_steps=6", cwd=tmp_path)
-    assert done.returncode == 1
-    assert "hydra.run.dir=" in done.stderr
-    assert "together with resume=" in done.stderr
-    done = command("eval.py", "runs=nowhere", cwd=tmp_path)
-    assert done.returncode == 1
-    assert "nowhere: not a run folder" in done.stderr
-    assert "Traceback" not in done.stderr
-
-
-def test_two_processes_train_what_one_trains(corpus, tmp_path):
-    settings = [*TINY, *corpus, "train.micro_batch_size=1", "name=run"]
-    one = tmp_path / "one"
-    run(one, *settings)
-    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
-    done = command("train.py", *settings, cwd=tmp_path, launcher=torchrun)
-    assert done.returncode == 0, done.stderr
-    (two,) = tmp_path.glob("outputs/*")  # one folder
-    for name, tensor in weights(two).items():
-        torch.testing.assert_close(tensor, weights(one)[name], rtol=0, atol=1e-5)
-    for row, expected in zip(metrics(two), metrics(one), strict=True):
-        assert row == pytest.approx(expected, rel=1e-4)
-    # a sweep's second job finds the processes joined already
-    done = command("train.py", "-m", *settings, "seed=1,2", cwd=tmp_path, launcher=torchrun)
-    assert done.returncode == 0, done.stderr
-    assert len(list(tmp_path.glob("outputs/*/extrapolation.json"))) == 3

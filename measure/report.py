@@ -1,0 +1,170 @@
+"""What a measurement leaves behind: extrapolation.json, plots as PNG and SVG, a report.html that needs no network."""
+
+import base64
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from measure import plots, tables
+from measure.results import Group, Measurement, grouped
+from measure.statistics import finite
+from measure.tables import Table
+from model.checkpoint import write_file
+
+STYLE = """
+body{font:15px/1.5 system-ui,sans-serif;max-width:72rem;margin:2rem auto;padding:0 1rem;color:#222}
+table{border-collapse:collapse;margin:1.5rem 0 .3rem;font-variant-numeric:tabular-nums}
+caption{text-align:left;font-weight:600;padding-bottom:.3rem}
+th,td{padding:.25rem .7rem;border-bottom:1px solid #ddd;text-align:right;white-space:nowrap}
+th:first-child,td:first-child{text-align:left}thead th{border-bottom:2px solid #555;cursor:pointer}
+.wide{overflow-x:auto}.note{color:#555;font-size:13px;margin:.2rem 0 1rem}
+img{max-width:100%;display:block;margin:1.5rem 0}pre{background:#f5f5f5;padding:.7rem;overflow-x:auto;font-size:13px}
+"""
+# Sorts a table by the column whose head is clicked: by the number a cell begins with, else by its words.
+SCRIPT = """
+for(const th of document.querySelectorAll("th"))th.onclick=()=>{
+const body=th.closest("table").tBodies[0],i=th.cellIndex,up=th.dataset.up=th.dataset.up==="1"?"0":"1";
+const key=r=>{const t=r.cells[i].textContent.replace("\\u2212","-"),n=parseFloat(t);return isNaN(n)?t:n};
+[...body.rows].sort((a,b)=>{const x=key(a),y=key(b);
+const c=typeof x===typeof y?(x<y?-1:x>y?1:0):(typeof x==="number"?-1:1);
+return up==="1"?c:-c}).forEach(r=>body.append(r))}
+"""
+
+PAGE = """<!doctype html>
+<html lang="en"><meta charset="utf-8"><title>Length extrapolation</title><link rel="icon" href="data:,">
+<style>{style}</style>
+<body>
+{body}
+<script>{script}</script>
+</html>
+"""
+
+
+@dataclass
+class Report:
+    """Measurements side by side. reference: the label that the others are compared with; None: the first."""
+
+    measurements: Sequence[Measurement]
+    reference: str | None = None
+    sort: str | None = None
+    notes: Sequence[str] = ()
+    skipped: Sequence[str] = ()
+    commands: Sequence[str] = ()
+    settings: dict[str, dict] = field(default_factory=dict)  # a run's name -> its configuration
+
+    def __post_init__(self):
+        self.protocols: dict[str, list[Group]] = {}
+        for group in grouped(self.measurements):
+            self.protocols.setdefault(group.first["protocol"], []).append(group)
+        self.metric = "perplexity" if len({m.result["tokenizer"] for m in self.measurements}) == 1 else "bits_per_byte"
+        groups = next(iter(self.protocols.values()))
+        self.labels = {group.members[0].key: group.label for group in groups}
+
+    @property
+    def results(self) -> list[dict]:
+        return [m.result for m in self.measurements]
+
+    def tables(self) -> list[Table]:
+        found: list[Table | None] = []
+        for protocol, groups in self.protocols.items():
+            made = [self._of_one(groups)] if len(groups) == len(groups[0].members) == 1 else self._of_several(groups)
+            for table in made:
+                if table:
+                    title = ": ".join(part for part in (f"{protocol} windows", table.title) if part)
+                    found.append(Table(title, table.header, table.rows, table.note))
+        return found
+
+    def _of_one(self, groups: list[Group]) -> Table:
+        return tables.one_model(groups[0].first)
+
+    def _of_several(self, groups: list[Group]) -> list[Table | None]:
+        reference = next((g for g in groups if g.label == self.reference), groups[0])
+        made = [tables.by_length(groups, metric) for metric in ("perplexity", "bits_per_byte")]
+        if self.metric == "bits_per_byte":
+            del made[0]
+        made += [tables.against_train_length(groups), tables.against(groups, reference)]
+        if self.sort is None:
+            return made
+        return [made[0].sorted(self.sort), *(t and t.sorted(self.sort) for t in made[1:])]
+
+    def paired(self) -> list[dict]:
+        """Every model against the reference, at every length on the same tokens."""
+        found = []
+        for protocol, groups in self.protocols.items():
+            reference = next((g for g in groups if g.label == self.reference), groups[0])
+            for group in (g for g in groups if g is not reference):
+                for row in group.first["rows"]:
+                    if pair := group.against(reference, row["length"]):
+                        names = {"protocol": protocol, "model": group.label, "reference": reference.label}
+                        found.append({**names, "length": row["length"], **pair})
+        return found
+
+    def text(self) -> str:
+        return "\n\n".join(table.text() for table in self.tables())
+
+    def document(self) -> dict | list:
+        """extrapolation.json: of a single measurement its result, of several an object that holds them all."""
+        if len(self.measurements) == 1:
+            return finite(self.results[0])
+        groups = [
+            {"model": g.label, "protocol": protocol, "runs": [m.result["run"] for m in g.members]}
+            | {"rows": [g.row(row["length"]) for row in g.first["rows"]]}
+            for protocol, of_protocol in self.protocols.items()
+            for g in of_protocol
+        ]
+        about = {"commands": list(self.commands), "notes": list(self.notes), "skipped": list(self.skipped)}
+        return finite({**about, "results": self.results, "groups": groups, "paired": self.paired()})
+
+    def write(self, folder: Path, html: bool = True) -> None:
+        """extrapolation.json and extrapolation.png; with html also the SVG, the other plots and report.html."""
+        folder.mkdir(parents=True, exist_ok=True)
+        text = json.dumps(self.document(), indent=1) + "\n"
+        write_file(folder / "extrapolation.json", lambda path: path.write_text(text, encoding="utf-8"))
+        figures = {"extrapolation": lambda path: plots.plot_lengths(self.protocols, self.metric, path)}
+        if html:
+            figures |= self._other_figures()
+        for stem, draw in figures.items():
+            for ending in (".png", ".svg") if html else (".png",):
+                draw(folder / f"{stem}{ending}")
+        if html:
+            page = self._html([folder / f"{stem}.svg" for stem in figures])
+            write_file(folder / "report.html", lambda path: path.write_text(page, encoding="utf-8"))
+
+    def _other_figures(self) -> dict[str, Any]:
+        with_positions = [g for groups in self.protocols.values() for g in groups if g.first.get("by_position")]
+        return {"by_position": lambda path: plots.plot_positions(with_positions, path)} if with_positions else {}
+
+    def _html(self, figures: list[Path]) -> str:
+        first = self.results[0]
+        facts = [
+            f"{first['corpus']}, {first['documents']}",
+            f"fingerprint {first['fingerprint']}, {first['precision']}",
+        ]
+        facts += [*self.notes, *(f"left out: {reason}" for reason in self.skipped)]
+        made = [*self.tables(), tables.settings_apart(self.settings) if len(self.settings) > 1 else None]
+        parts = ["<h1>Length extrapolation</h1>", *(f"<p>{escape(fact)}</p>" for fact in facts)]
+        for path in figures:
+            data = base64.b64encode(path.read_bytes()).decode()
+            parts.append(f'<img alt="{escape(path.stem)}" src="data:image/svg+xml;base64,{data}">')
+        parts += [f"<div class=wide>{table.html()}</div>" for table in made if table]
+        parts += ["<h2>Made by</h2>", f"<pre>{escape(chr(10).join(self.commands))}</pre>"] if self.commands else []
+        body = "\n".join(parts)
+        return PAGE.format(style=STYLE, body=body, script=SCRIPT)
+
+
+def comparability(results: Sequence[dict]) -> list[str]:
+    """What a reader must know before comparing these numbers."""
+    notes = {
+        f"{result['run']} was trained on data {result['trained_on']}, but {result['corpus']} is now "
+        f"{result['fingerprint']}: validation text may have been in its training text": None
+        for result in results
+        if result["trained_on"] != result["fingerprint"]
+    }
+    if len({result["fingerprint"] for result in results}) > 1:
+        notes["these runs are measured on different data: their numbers cannot be compared"] = None
+    elif len({result["tokenizer"] for result in results}) > 1:
+        notes["these runs have different tokenizers: bits per byte only, as perplexities are per token"] = None
+    return list(notes)

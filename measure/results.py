@@ -1,0 +1,256 @@
+"""One run under one frequency scaling, measured: what is passed, what comes out, and how two of them compare."""
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from data import TokenFiles, Tokenizer
+from measure.protocols import (
+    ENOUGH_DOCUMENTS,
+    Plan,
+    Scored,
+    Windows,
+    bytes_before,
+    check_measurement,
+    cut,
+    cut_by_position,
+    document_of,
+    new_losses,
+    no_row,
+    plan,
+    score,
+    split,
+    stretches,
+)
+from measure.statistics import difference_and_error, interval, mean_and_spread
+from model import GPT
+from model.config import GPTConfig
+from model.positions import build_scheme
+
+BATCH_TOKENS = 16384
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """What to score. documents: within or across; None: within where at least ENOUGH_DOCUMENTS are long enough."""
+
+    lengths: tuple[int, ...]
+    protocols: tuple[str, ...] = ("sliding",)
+    stride: int = 64
+    max_targets: int | None = None
+    documents: str | None = None
+    by_position: bool = False
+
+    def pieces(self, files: TokenFiles) -> tuple[np.ndarray, str]:
+        """Where windows may lie, int64 (pieces, 2), and in words which documents those are. Raises ValueError."""
+        total, longest = len(files.val_offsets) - 1, max(self.lengths, default=0)
+        if self.documents not in (None, "within", "across"):
+            raise ValueError(f"documents={self.documents!r}: use within or across, or null to let the corpus decide")
+        offsets = files.val_offsets if self.documents == "within" else None
+        check_measurement(files.val, self.lengths, self.protocols, self.stride, self.max_targets, offsets)
+        inside = stretches(len(files.val), longest, files.val_offsets)
+        if self.documents == "within" or (self.documents is None and len(inside) >= ENOUGH_DOCUMENTS):
+            return inside, f"within documents: {len(inside)} of {total} hold a window of {longest}"
+        return stretches(len(files.val), longest), f"across the borders of {total} documents"
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One run, one scaling, one protocol. `result` is what is written; `scored` the windows behind its rows."""
+
+    result: dict
+    scored: dict[int, Scored]
+    seed: int | None = None
+    key: str = ""  # equal for runs that differ in their seed only
+
+    def row(self, length: int) -> dict:
+        return next(row for row in self.result["rows"] if row["length"] == length)
+
+
+class Job:
+    """The passes for one model and all the protocols asked for. Raises ValueError for what does not fit the text."""
+
+    def __init__(self, config: GPTConfig, files: TokenFiles, tokenizer: Tokenizer, protocol: Protocol):
+        self.config, self.files, self.tokenizer, self.protocol = config, files, tokenizer, protocol
+        scheme = build_scheme(config)
+        self.limit = scheme.max_length
+        pieces, self.documents = protocol.pieces(files)
+        fitting = [length for length in protocol.lengths if self.limit is None or length <= self.limit]
+        longest, cap = max(protocol.lengths), protocol.max_targets
+        self.parts: dict[str, list[Windows]] = {
+            name: [cut(pieces, length, longest, name, protocol.stride, cap) for length in fitting]
+            for name in protocol.protocols
+        }
+        if protocol.by_position:
+            self.parts["by_position"] = cut_by_position(pieces, max(fitting), cap) if fitting else []
+        self.windows = [windows for part in self.parts.values() for windows in part]
+        self.plan: Plan | None = plan(self.windows, scheme, BATCH_TOKENS) if self.windows else None
+
+    @property
+    def tokens(self) -> int:
+        """What the passes cost."""
+        return self.plan.tokens if self.plan else 0
+
+    @property
+    def tokens_apart(self) -> int:
+        """What they would cost if each window were passed by itself; positions come with their windows."""
+        parts = [windows for name, part in self.parts.items() if name != "by_position" for windows in part]
+        parts += self.parts.get("by_position", [])[-1:]
+        return sum(int((w.spans[:, 2] - 1 - w.spans[:, 0]).sum()) for w in parts)
+
+    def identity(self) -> dict:
+        """What the losses depend on, but for the weights and the machine."""
+        spans = hashlib.sha256(b"".join(windows.spans.astype("<i8").tobytes() for windows in self.windows))
+        return {
+            "config": repr(self.config),
+            "data": self.files.fingerprint,
+            "tokenizer": self.tokenizer.name,
+            "windows": spans.hexdigest(),
+            "lengths": [windows.length for windows in self.windows],
+            "batch_tokens": BATCH_TOKENS,
+        }
+
+    def new_losses(self) -> np.ndarray:
+        return new_losses(self.plan) if self.plan else np.empty(0)
+
+    def score(self, model: GPT, losses: np.ndarray, done: Callable[[int], None] = lambda tokens: None) -> None:
+        if self.plan:
+            score(model, self.files.val, self.plan, losses, done)
+
+    def measurements(self, losses: np.ndarray, about: dict, seed: int = 0, key: str = "") -> list[Measurement]:
+        """One for each protocol; the first also has the curve by position. about: what else to say of the run."""
+        byte_sums = bytes_before(self.files.val, self.tokenizer.bytes_per_token)
+        scored = iter(
+            Scored(windows, values, document_of(windows, self.files.val_offsets))
+            for windows, values in zip(self.windows, split(losses, self.windows) if self.windows else [], strict=True)
+        )
+        c, p, found = self.config, self.protocol, []
+        common = {"pos": c.pos, "scaling": c.scaling, "train_length": c.train_length, "tokenizer": self.tokenizer.name}
+        common |= {"corpus": self.files.meta["corpus"], "fingerprint": self.files.fingerprint}
+        for name in p.protocols:
+            of_length = {windows.length: next(scored) for windows in self.parts[name]}
+            rows = []
+            for length in p.lengths:
+                one = of_length.get(length)
+                rows.append(one.row(byte_sums) if one else no_row(length, self.limit, with_bytes=True))
+                if one and c.train_length in of_length and length != c.train_length:
+                    rows[-1]["against_train_length"] = paired([one], [of_length[c.train_length]])
+            used = {"protocol": name, "stride": p.stride if name == "sliding" else None, "max_targets": p.max_targets}
+            result = {**about, **common, **used, "documents": self.documents, "rows": rows}
+            found.append(Measurement(result, of_length, seed, key))
+        if p.by_position:
+            found[0].result["by_position"] = [
+                {"from": low, "to": high, **{k: v for k, v in next(scored).row().items() if k != "length"}}
+                for low, high in self._bins()
+            ]
+        return found
+
+    def _bins(self) -> list[tuple[int, int]]:
+        """The positions of each bin, from and up to (not including)."""
+        bins = [w.spans[0, 1:] - 1 - w.spans[0, 0] for w in self.parts["by_position"] if len(w.spans)]
+        return [(int(low), int(high)) for low, high in bins]
+
+
+def paired(a: Sequence[Scored], b: Sequence[Scored]) -> dict | None:
+    """Mean loss of a minus that of b on the same tokens, with its 95 % interval; None where the tokens differ.
+
+    a, b: the same seeds in the same order; losses are averaged over them, and `spread` is the standard deviation of
+    their differences (None for a single seed). The interval is over documents, or where errors are not taken over
+    documents over stretches of the text as long as the longest window.
+    """
+    if not all(np.array_equal(a[0].targets(), other.targets()) for other in (*a[1:], *b)):
+        return None
+    size = max(a[0].windows.length, b[0].windows.length)
+    ids = [s.windows.spans[:, 1] // size if s.clusters is None else s.clusters for s in (*a, *b)]
+    n = 1 + max(int(of_one.max()) for of_one in ids)
+    losses = [np.bincount(of_one, s.losses, n) for of_one, s in zip(ids, (*a, *b), strict=True)]
+    counts = [np.bincount(of_one, s.windows.counts, n) for of_one, s in zip(ids, (*a, *b), strict=True)]
+    there = (counts[0] > 0) | (counts[-1] > 0)
+    k = len(a)
+    mean_a, mean_b = (np.mean(side, axis=0)[there] for side in (losses[:k], losses[k:]))
+    difference, error = difference_and_error((mean_a, counts[0][there]), (mean_b, counts[-1][there]))
+    scored = counts[0].sum()
+    apart = [float(x.sum() - y.sum()) / scored for x, y in zip(losses[:k], losses[k:], strict=True)]
+    low, high = interval(difference, error, int(there.sum())) or (None, None)
+    spread = mean_and_spread(apart)[1]
+    return {"difference": difference, "low": low, "high": high, "clusters": int(there.sum()), "spread": spread}
+
+
+@dataclass(frozen=True)
+class Group:
+    """Runs that differ in their seed only, under one scaling and one protocol."""
+
+    label: str
+    members: list[Measurement]
+
+    @property
+    def first(self) -> dict:
+        return self.members[0].result
+
+    def row(self, length: int) -> dict:
+        """perplexity, bits_per_byte and nll: means over seeds; with each its `_error`: the spread over seeds (standard
+        deviation), or for a single run the standard error. None past a table, with its note."""
+        rows = [member.row(length) for member in self.members]
+        if rows[0]["nll"] is None:
+            return {"length": length, "note": rows[0]["note"], "nll": None, "perplexity": None, "bits_per_byte": None}
+        row, relative = {"length": length}, rows[0]["stderr"]
+        for key in ("nll", "perplexity", "bits_per_byte"):
+            values = [each[key] for each in rows]
+            if None in values:
+                row[key] = row[f"{key}_error"] = None
+                continue
+            row[key], row[f"{key}_error"] = mean_and_spread(values)
+            if len(values) == 1 and relative is not None:
+                scale = {"nll": 1.0, "perplexity": values[0], "bits_per_byte": values[0] / rows[0]["nll"]}
+                row[f"{key}_error"] = relative * scale[key] if rows[0]["nll"] else None
+        return row
+
+    def against(self, other: "Group", length: int, other_length: int | None = None) -> dict | None:
+        """paired, over the seeds that both have; None where there is none, or no common tokens."""
+        other_length = other_length or length
+        mine = {m.seed: m.scored.get(length) for m in self.members}
+        theirs = {m.seed: m.scored.get(other_length) for m in other.members}
+        seeds = [seed for seed in mine if mine[seed] and theirs.get(seed)]
+        if len(self.members) == len(other.members) == 1:  # two runs are compared whatever their seeds
+            mine, theirs, seeds = {0: next(iter(mine.values()))}, {0: next(iter(theirs.values()))}, [0]
+            if not (mine[0] and theirs[0]):
+                return None
+        same_text = self.first["fingerprint"] == other.first["fingerprint"]
+        if not seeds or not same_text or self.first["tokenizer"] != other.first["tokenizer"]:
+            return None
+        return paired([mine[seed] for seed in seeds], [theirs[seed] for seed in seeds])
+
+
+def group_labels(named: Sequence[tuple[str, str]]) -> dict[str, str]:
+    """(key, run's name) of each run -> a label for each key: the name, without its seed where several share the key."""
+    names: dict[str, list[str]] = {}
+    for key, name in named:
+        names.setdefault(key, []).append(name)
+    labels = {}
+    for key, same in names.items():
+        label = same[0] if len(set(same)) == 1 else re.sub(r"[_\- ]*seed[_\-= ]*\d+", "", same[0]) or same[0]
+        labels[key] = label if label not in labels.values() else same[0]
+    return labels
+
+
+def grouped(measurements: Sequence[Measurement]) -> list[Group]:
+    """Seeds of one model together, protocol by protocol, in the order they come."""
+    labels = group_labels([(m.key, m.result["run"]) for m in measurements])
+    groups: dict[tuple[str, str], list[Measurement]] = {}
+    for m in measurements:
+        groups.setdefault((m.result["protocol"], m.key), []).append(m)
+    return [Group(labels[key], members) for (_, key), members in groups.items()]
+
+
+def seedless(settings: dict) -> str:
+    """What must be equal for two runs to be seeds of one configuration; settings: a run's, as plain values."""
+    left_out = {"seed", "name", "wandb", "device", "resume", "preset", "val", "init_from"}
+    kept = {key: value for key, value in settings.items() if key not in left_out}
+    kept["data"] = {key: value for key, value in settings["data"].items() if key != "cache"}
+    said_only = ("eval_every", "checkpoint_every", "log_every")
+    kept["train"] = {key: value for key, value in settings["train"].items() if key not in said_only}
+    return json.dumps(kept, sort_keys=True, default=str)

@@ -1,0 +1,111 @@
+"""The commands, as a user types them."""
+
+import json
+import re
+import sys
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from tests.trained import TINY, command, metrics, records, run, weights
+from train import Trainer
+
+
+def test_command_line_from_training_to_the_curve_in_wandb(corpus, tmp_path):
+    settings = [setting for setting in TINY if not setting.startswith("wandb")]
+    done = command("train.py", *settings, *corpus, "pos=rope", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    (folder,) = tmp_path.glob("outputs/*_rope_16_seed0")
+    names = {path.name for path in folder.iterdir()}
+    assert names == {
+        "config.yaml", "metrics.jsonl", "checkpoint", "extrapolation.json", "extrapolation.png", "train.log",
+    }  # fmt: skip
+    for word in ("preset   cpu", "device   cpu", "model    rope: ", "parameters", "fingerprint", "wandb    offline"):
+        assert word in done.stdout
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["outputs"]
+
+    measured = command("eval.py", "protocol=nonoverlapping", "lengths=[16,40]", cwd=tmp_path)
+    assert measured.returncode == 0, measured.stderr
+    rows = json.loads((folder / "extrapolation.json").read_text())["rows"]
+    lines = measured.stdout.splitlines()
+    table = lines.index("nonoverlapping windows")
+    assert [line.split()[0] for line in lines[table + 1 : table + 4]] == ["length", "16", "40"]
+
+    first, second = sorted(tmp_path.glob("outputs/wandb/offline-run-*"))
+    run_id = OmegaConf.load(folder / "config.yaml").provenance.wandb_id
+    assert first.name.endswith(run_id)
+    assert second.name.endswith(run_id)  # the same run, not a new one
+    text = json.dumps(records(first))
+    for name in ("train/loss", "val/perplexity_64", "speed/tokens_per_second", "extrapolation/final/perplexity"):
+        assert name in text
+    text = json.dumps(records(second))
+    for name in ("extrapolation/nonoverlapping/perplexity", "by_position/nll", "by_position/position", "paired"):
+        assert name in text
+    tables = [path for path in second.rglob("*.table.json") if path.name.startswith("paired")]
+    assert [row[:3] for row in json.loads(tables[0].read_text())["data"]] == [["nonoverlapping", 40, "length 16"]]
+    assert str(rows[1]["perplexity"]) in text
+
+
+def test_a_failed_run_is_a_failed_run_in_wandb_and_the_next_one_is_not(corpus, tmp_path, monkeypatch):
+    settings = [*TINY, *corpus, "wandb.mode=offline"]
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_evaluate", lambda self, last: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            run(tmp_path / "failed", *settings)
+    run(tmp_path / "whole", *settings)
+    exits = {}
+    for name in ("failed", "whole"):
+        run_id = OmegaConf.load(tmp_path / name / "config.yaml").provenance.wandb_id
+        (folder,) = (tmp_path / "wandb").glob(f"offline-run-*-{run_id}")
+        text = json.dumps(records(folder))
+        exits[name] = re.findall(r'"exit_?[cC]ode": *\\*"?(\d+)', text) or text[-2000:]
+    assert exits == {"failed": ["1"], "whole": ["0"]}
+
+
+def test_multirun_trains_all_jobs_and_reports_the_one_that_fails(corpus, tmp_path):
+    done = command("train.py", "-m", *TINY, *corpus, "pos=learned,rope", "seed=-1,0", cwd=tmp_path)
+    assert done.returncode != 0
+    folders = {path.name.split("_", 2)[2]: path for path in tmp_path.glob("outputs/*_16_seed*")}
+    assert set(folders) == {f"{pos}_16_seed{seed}" for pos in ("learned", "rope") for seed in (-1, 0)}
+    for name, folder in folders.items():
+        log = (folder / "train.log").read_text()
+        assert ("Traceback" in log and "seed=-1" in log) == name.endswith("-1")
+        assert (folder / "checkpoint").exists() == name.endswith("0")
+    assert "seed=-1: must be at least 0" in done.stderr
+
+
+def test_an_error_is_one_message_without_a_traceback(corpus, tmp_path):
+    done = command("train.py", *TINY, *corpus, "model.width=100", cwd=tmp_path)
+    assert done.returncode == 1
+    assert "model.width=100" in done.stderr
+    assert "Traceback" not in done.stderr
+    for other in ("a", "b"):
+        done = command("train.py", *TINY, *corpus, f"hydra.run.dir={other}", cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+    done = command("train.py", "resume=a", "hydra.run.dir=b", "train.max_steps=6", cwd=tmp_path)
+    assert done.returncode == 1
+    assert "hydra.run.dir=" in done.stderr
+    assert "together with resume=" in done.stderr
+    done = command("eval.py", "runs=nowhere", cwd=tmp_path)
+    assert done.returncode == 1
+    assert "nowhere: not a run folder" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_two_processes_train_what_one_trains(corpus, tmp_path):
+    settings = [*TINY, *corpus, "train.micro_batch_size=1", "name=run"]
+    one = tmp_path / "one"
+    run(one, *settings)
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    done = command("train.py", *settings, cwd=tmp_path, launcher=torchrun)
+    assert done.returncode == 0, done.stderr
+    (two,) = tmp_path.glob("outputs/*")  # one folder
+    for name, tensor in weights(two).items():
+        torch.testing.assert_close(tensor, weights(one)[name], rtol=0, atol=1e-5)
+    for row, expected in zip(metrics(two), metrics(one), strict=True):
+        assert row == pytest.approx(expected, rel=1e-4)
+    # a sweep's second job finds the processes joined already
+    done = command("train.py", "-m", *settings, "seed=1,2", cwd=tmp_path, launcher=torchrun)
+    assert done.returncode == 0, done.stderr
+    assert len(list(tmp_path.glob("outputs/*/extrapolation.json"))) == 3

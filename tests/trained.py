@@ -1,0 +1,73 @@
+"""Tiny runs: the settings that make them, and functions that train and measure in this process, as the commands do."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+from hydra import compose, initialize_config_dir
+from safetensors.torch import load_file
+
+from eval import EvalConfig, evaluate_runs
+from runs import Ranks, TrainConfig, checked
+from train import Trainer, check_settings, resumed_config
+
+REPOSITORY = Path(__file__).parents[1]
+TINY = [
+    "preset=cpu", "data=files", "model.n_layer=1", "model.n_head=2", "model.head_dim=8", "model.train_length=16",
+    "train.batch_size=4", "train.max_steps=4", "train.warmup_steps=2", "train.eval_every=4", "train.checkpoint_every=2",
+    "train.log_every=1", "val.max_targets=64", "precision=fp32", "device=cpu", "wandb.mode=disabled",
+]  # fmt: skip
+
+
+def composed(*overrides, name="train", schema=TrainConfig):
+    with initialize_config_dir(str(REPOSITORY / "configs"), version_base="1.3"):
+        return checked(compose(name, overrides=list(overrides)), schema)
+
+
+def run(folder: Path, *overrides, resume: bool = False) -> Trainer:
+    """Train in this process, as main does."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = composed(*overrides)
+    if resume:
+        changes = [o for o in overrides if o.split("=")[0] == "train.max_steps"]
+        config = resumed_config(composed(*overrides, f"resume='{folder}'"), [*changes, f"resume={folder}"])
+    trainer = Trainer(config, check_settings(config, Ranks()), folder, Ranks())
+    trainer.train()
+    return trainer
+
+
+def weights(folder: Path) -> dict:
+    return load_file(next((folder / "checkpoint").glob("*.safetensors")))
+
+
+def metrics(folder: Path) -> list[dict]:
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in row.items() if not key.startswith("speed/")} for row in rows]
+
+
+def same(a: dict, b: dict) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def measure(*overrides):
+    return evaluate_runs(composed("wandb.mode=disabled", "device=cpu", *overrides, name="eval", schema=EvalConfig))
+
+
+def command(script: str, *arguments, cwd: Path, launcher=(sys.executable,)) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [*launcher, str(REPOSITORY / script), *arguments], cwd=cwd, capture_output=True, text=True, timeout=240
+    )
+
+
+def records(wandb_folder: Path) -> list[dict]:
+    """An offline run's log, read back by wandb's own reader."""
+    text = subprocess.run(
+        [Path(sys.executable).with_name("wandb"), "leet", "inspect", "--json", wandb_folder],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    ).stdout
+    return [json.loads(line) for line in text.splitlines()]
