@@ -29,6 +29,7 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 
 import runs
 from data import DataConfig, TokenFiles, Tokenizer, get_tokenizer, prepare
+from measure import probes
 from measure.protocols import PROTOCOLS, evaluate_lengths
 from measure.report import Report, comparability
 from measure.results import Job, Measurement, Protocol, group_labels, seedless
@@ -63,6 +64,9 @@ class EvalConfig:
     max_targets: int | None = None
     documents: str | None = None
     by_position: bool = True
+    recall: bool = False
+    shift: bool = False
+    attention: bool = False
     scaling: dict[str, Any] | None = None
     scalings: list[Any] | None = None
     reference: str | None = None
@@ -221,6 +225,29 @@ def measurements_of(task: Task, precision: str) -> list[Measurement]:
     return task.job.measurements(task.losses.values, about, run.settings.seed, task.key)
 
 
+def probe(task: Task, config: DictConfig, longest: int, device: torch.device, precision: str) -> dict:
+    """What the probes that are asked for say of one model, by the probe's name."""
+    wanted = [name for name in PROBES if config[name]]
+    if not wanted:
+        return {}
+    model, tokens, found = load_weights(task.run.checkpoint, device, task.scaling), task.run.files.val, {}
+    for name in wanted:
+        log.info("%-8s %s", name, task.label)
+        try:
+            with runs.autocast(device, precision):
+                found[name] = PROBES[name](model, tokens, longest)
+        except ValueError as error:  # a table that ends, or attention that has no weights
+            log.warning("note: %s of %s: %s", name, task.label, error)
+    return found
+
+
+PROBES = {
+    "recall": probes.recall,
+    "shift": lambda model, tokens, longest: probes.shift(model, tokens),
+    "attention": probes.attention_by_distance,
+}
+
+
 def log_curve(result: dict, prefix: str, record: Callable[[dict], None], wandb_run: runs.WandbRun) -> None:
     """The curve as metrics with length as their x-axis, and a summary value a length to sort runs by."""
     rows = [row for row in result["rows"] if row["nll"] is not None]
@@ -241,6 +268,9 @@ def log_measurements(task: Task, found: list[Measurement], report: Report, wandb
             if pair := row.get("against_train_length"):
                 about = {"protocol": result["protocol"], "length": row["length"]}
                 pairs.append({**about, "reference": f"length {result['train_length']}", **pair})
+    for row in found[0].result.get("recall", []):
+        values = {f"recall/{key}{stretched}": row[key] for key in ("nll", "control_nll", "gain")}
+        wandb_run.log({"recall/distance": row["distance"], **values})
     for row in found[0].result.get("by_position", []):
         values = {f"by_position/nll{stretched}": row["nll"], f"by_position/stderr{stretched}": row["stderr"]}
         wandb_run.log({"by_position/position": row["to"], **values})
@@ -284,6 +314,8 @@ def evaluate_runs(config: DictConfig) -> list[dict]:
 
     measure_all(tasks, device, precision)
     by_task = [measurements_of(task, precision) for task in tasks]
+    for task, (first, *_) in zip(tasks, by_task, strict=True):
+        first.result.update(probe(task, config, max(lengths), device, precision))
     everything = [measurement for of_task in by_task for measurement in of_task]
     notes = comparability([m.result for m in everything])
     commands = [*dict.fromkeys(run.origin["command"] for run in found), shlex.join(sys.argv)]

@@ -414,7 +414,7 @@ def start_wandb(settings: DictConfig, run_folder: Path, run_id: str | None, **in
     run.define_metric("tokens")
     for prefix in ("train", "val", "speed"):
         run.define_metric(f"{prefix}/*", step_metric="tokens")
-    for prefix, x in (("extrapolation", "length"), ("by_position", "position")):
+    for prefix, x in (("extrapolation", "length"), ("by_position", "position"), ("recall", "distance")):
         run.define_metric(f"{prefix}/{x}")
         run.define_metric(f"{prefix}/*", step_metric=f"{prefix}/{x}")
     where = run.url if attempt == "online" else f"offline in {folder / 'wandb'}"

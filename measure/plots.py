@@ -40,30 +40,45 @@ def new_figure(panels: int, beside: bool) -> tuple[Any, list]:
     return figure, list(figure.subplots(1, panels, squeeze=False)[0])
 
 
-def log_axes(axes: Any, values: Sequence[float], ticks: Sequence[int], train_lengths: Iterable[int]) -> None:
-    """Lengths to base 2 with a line at each training length; a logarithmic y-axis where values differ by much."""
+def log_axes(axes: Any, ticks: Sequence[int], train_lengths: Iterable[int], text_at: str = "top") -> None:
+    """Tokens to base 2, with a line at each training length."""
     from matplotlib import ticker
 
     for train_length in sorted(set(train_lengths)):
         axes.axvline(train_length, color="#777777", linestyle="--", linewidth=1, zorder=0)
-        place = {"transform": axes.get_xaxis_transform(), "rotation": 90, "ha": "right", "va": "top"}
-        axes.text(train_length, 0.99, f"training length {train_length}", color="#555555", fontsize=8, **place)
+        place = {"transform": axes.get_xaxis_transform(), "rotation": 90, "ha": "right", "va": text_at}
+        height = 0.99 if text_at == "top" else 0.01
+        axes.text(train_length, height, f"training length {train_length}", color="#555555", fontsize=8, **place)
     axes.set_xscale("log", base=2)
-    if values and max(values) > 3 * min(values):
-        axes.set_yscale("log")
-        axes.yaxis.set_minor_formatter(ticker.NullFormatter())
-        axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
-        axes.yaxis.set_major_formatter(ticker.FormatStrFormatter("%g"))
     axes.set_xticks(ticks, [str(tick) for tick in ticks], rotation=45 if len(ticks) > 6 else 0)
     axes.xaxis.set_minor_locator(ticker.NullLocator())
     axes.grid(alpha=0.25)
 
 
-def legend(figure: Any, axes: list, beside: bool) -> None:
-    if beside:  # there it hides no curve
-        figure.legend(*axes[0].get_legend_handles_labels(), frameon=False, loc="outside right upper")
+def log_values(axes: Any, values: Sequence[float]) -> None:
+    """A logarithmic y-axis with plain numbers, where values differ by much."""
+    from matplotlib import ticker
+
+    if values and max(values) > 3 * min(values):
+        axes.set_yscale("log")
+        axes.yaxis.set_minor_formatter(ticker.NullFormatter())
+        axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
+        axes.yaxis.set_major_formatter(ticker.FormatStrFormatter("%g"))
+
+
+def legend(figure: Any, axes: Any, beside: bool, more: Sequence[tuple[Any, str]] = ()) -> None:
+    """Beside the panels, where it hides no curve, or in one of them. more: handles and labels that no curve has."""
+    handles, labels = axes.get_legend_handles_labels()
+    handles, labels = [*handles, *(handle for handle, _ in more)], [*labels, *(label for _, label in more)]
+    if beside:
+        figure.legend(handles, labels, frameon=False, loc="outside right upper")
     else:
-        axes[0].legend(frameon=False)
+        axes.legend(handles, labels, frameon=False)
+
+
+def cross(axes: Any, x: float, y: float, style: dict) -> None:
+    """Where a curve ends with its table."""
+    axes.plot(x, y, marker="x", markersize=14, markeredgewidth=2.5, color=style["color"])
 
 
 def band(axes: Any, xs: Sequence, ys: Sequence[float], errors: Sequence[float], style: dict) -> None:
@@ -94,15 +109,15 @@ def plot_lengths(protocols: dict[str, list[Group]], metric: str, path: Path) -> 
             else:
                 axes.errorbar(lengths, ys, yerr=errors, capsize=3, label=label, **style)
             if ended and there:
-                cross = {"marker": "x", "markersize": 14, "markeredgewidth": 2.5, "color": style["color"]}
-                axes.plot(lengths[-1], ys[-1], **cross)
+                cross(axes, lengths[-1], ys[-1], style)
             values += ys
         ticks = sorted({row["length"] for group in groups for row in group.first["rows"]})
-        log_axes(axes, values, ticks, (group.first["train_length"] for group in groups))
+        log_axes(axes, ticks, (group.first["train_length"] for group in groups))
+        log_values(axes, values)
         axes.set_xlim(ticks[0] / 1.25, ticks[-1] * 1.1)
         axes.set(xlabel="tokens of context evaluated", ylabel=f"validation {metric.replace('_', ' ')}")
         axes.set_title(f"{protocol} windows", fontsize=11)
-    legend(figure, panels, beside)
+    legend(figure, panels[0], beside)
     save(figure, path)
 
 
@@ -110,7 +125,6 @@ def plot_positions(groups: list[Group], path: Path) -> None:
     """A curve a model: mean loss over the position in the longest window; over seeds, their mean and a band."""
     beside = len(groups) > 3
     figure, (axes,) = new_figure(1, beside)
-    values = []
     for group, style in zip(groups, styles(), strict=False):
         curves = [[row["nll"] for row in member.result["by_position"]] for member in group.members]
         bins = group.first["by_position"]
@@ -119,10 +133,9 @@ def plot_positions(groups: list[Group], path: Path) -> None:
         axes.plot(xs, ys, label=literal(group.label), markersize=4, **style)
         if len(curves) > 1:
             band(axes, xs, ys, errors, style)
-        values += ys
     ticks = [2**k for k in range(int(max(xs)).bit_length() + 1) if 2**k <= max(row["to"] for row in bins)]
-    log_axes(axes, values, ticks, (group.first["train_length"] for group in groups))
+    log_axes(axes, ticks, (group.first["train_length"] for group in groups))
     axes.set(xlabel="tokens of context before the predicted one", ylabel="validation loss, nats a token")
     axes.set_title("loss by position in the longest window", fontsize=11)
-    legend(figure, [axes], beside)
+    legend(figure, axes, beside)
     save(figure, path)

@@ -1,18 +1,12 @@
-"""Pictures of the probes: recall at a distance as curves, attention by distance as a heat map. PNG or SVG by suffix."""
+"""Pictures of the probes: recall at a distance as curves, attention by distance as a heat map. PNG or SVG."""
 
-from itertools import cycle, pairwise
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
-from matplotlib import ticker
-from matplotlib.colors import LogNorm
-from matplotlib.figure import Figure  # not pyplot: a notebook's backend is left alone
-from matplotlib.lines import Line2D
 
-from model.checkpoint import write_file
+from measure.plots import cross, legend, literal, log_axes, new_figure, save, styles
 
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")  # Okabe and Ito 2008
-MARKERS = "osDv^<>P*"  # more than colours: no two of the first 63 curves look the same
 FAINTEST = 1e-6  # a mean attention weight below it gets its colour
 
 
@@ -20,50 +14,44 @@ def plot_recall(results: list[dict], path: Path) -> None:
     """A curve a run over distance: the loss on the second copy, beside the control's, and what the first copy gains.
 
     Error bars: one standard error. results: dicts with run (its label), train_length and recall (what probes.recall
-    returned). A cross marks where a learned table ends a curve. Raises ValueError for a suffix that is neither .png nor
-    .svg.
+    returned). A cross marks where a learned table ends a curve.
     """
-    figure = Figure(figsize=(11 if len(results) <= 3 else 13, 4.5), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    for result, colour, marker in zip(results, cycle(COLOURS), cycle(MARKERS), strict=False):
+    from matplotlib.lines import Line2D
+
+    beside = len(results) > 3
+    figure, (left, right) = new_figure(2, beside)
+    for result, style in zip(results, styles(), strict=False):
         rows = [row for row in result["recall"] if row["nll"] is not None]
         distances = [row["distance"] for row in rows]
         ended = next((row["note"] for row in result["recall"] if row["nll"] is None), None)
-        style = {"marker": marker, "markersize": 5, "capsize": 3, "color": colour}
-        style["label"] = _label(result["run"]) + (f" ({ended})" if ended else "")
+        label = literal(result["run"]) + (f" ({ended})" if ended else "")
         for axes, value, error in ((left, "nll", "stderr"), (right, "gain", "gain_stderr")):
             values, errors = [row[value] for row in rows], [row[error] or 0 for row in rows]
-            axes.errorbar(distances, values, yerr=errors, **style)
+            axes.errorbar(distances, values, yerr=errors, markersize=5, capsize=3, label=label, **style)
             if ended and rows:
-                axes.plot(distances[-1], values[-1], marker="x", markersize=14, markeredgewidth=2.5, color=colour)
-        left.plot(distances, [row["control_nll"] for row in rows], ":", linewidth=1, color=colour)
+                cross(axes, distances[-1], values[-1], style)
+        left.plot(distances, [row["control_nll"] for row in rows], ":", linewidth=1, color=style["color"])
     ticks = sorted({row["distance"] for result in results for row in result["recall"]})
-    for axes, height, side in ((left, 0.01, "bottom"), (right, 0.99, "top")):  # where the curves are not
-        for train_length in sorted({result["train_length"] for result in results}):
-            axes.axvline(train_length, color="#777777", linestyle="--", linewidth=1, zorder=0)
-            place = {"transform": axes.get_xaxis_transform(), "rotation": 90, "ha": "right", "va": side}
-            axes.text(train_length, height, f"training length {train_length}", color="#555555", fontsize=9, **place)
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(ticks, [str(distance) for distance in ticks], rotation=45 if len(ticks) > 8 else 0)
-        axes.xaxis.set_minor_locator(ticker.NullLocator())
-        axes.set_xlabel("tokens from copy to copy (log scale)")
-        axes.grid(alpha=0.25)
-    left.set(title="Loss on the second copy of a random string", ylabel="nats a token")
-    right.set(title="Gain over another string as the first copy", ylabel="nats a token")
+    for axes, text_at in ((left, "bottom"), (right, "top")):  # where the curves are not
+        log_axes(axes, ticks, (result["train_length"] for result in results), text_at)
+        axes.set_xlabel("tokens from copy to copy")
+    left.set(ylabel="nats a token")
+    left.set_title("loss on the second copy of a random string", fontsize=11)
+    right.set_title("gain over another string as the first copy", fontsize=11)
     right.axhline(0, color="#777777", linewidth=1, zorder=0)
-    handles, labels = left.get_legend_handles_labels()
-    handles.append(Line2D([], [], color="#555555", linestyle=":", linewidth=1))
-    beside = {"loc": "center left", "bbox_to_anchor": (1, 0.5)} if len(results) > 3 else {}  # there it hides no curve
-    right.legend(handles, [*labels, "another first copy"], frameon=False, **beside)
-    _save(figure, path)
+    control = Line2D([], [], color="#555555", linestyle=":", linewidth=1), "another first copy"
+    legend(figure, right, beside, [control])
+    save(figure, path)
 
 
 def plot_attention(result: dict, path: Path) -> None:
     """A heat map: a row a head, a column a bin of distances, the mean attention weight as colour (log scale).
 
     result: a dict with run (its label), train_length and attention (what probes.attention_by_distance returned).
-    Raises ValueError for a suffix that is neither .png nor .svg.
     """
+    from matplotlib.colors import LogNorm
+    from matplotlib.figure import Figure
+
     edges, weights = result["attention"]["edges"], np.array(result["attention"]["weights"])  # (n_layer, n_head, bins)
     n_layer, n_head, bins = weights.shape
     heads = n_layer * n_head
@@ -92,21 +80,10 @@ def plot_attention(result: dict, path: Path) -> None:
         axes.set_yticks((np.arange(n_layer) + 0.5) * n_head, [str(layer) for layer in range(n_layer)], fontsize=8)
         axes.set_ylabel("layer (its heads from top to bottom)")
     axes.set_xlabel("tokens back from the query")
-    title = f"Attention by distance, {_label(result['run'])}, windows of {result['attention']['length']}"
+    title = f"Attention by distance, {literal(result['run'])}, windows of {result['attention']['length']}"
     if result["train_length"] < edges[-1]:
         at = np.interp(result["train_length"], edges, np.arange(bins + 1))
         axes.axvline(at, color="#D55E00", linestyle="--", linewidth=2)
         title += f"\ndashed: training length {result['train_length']}"
     axes.set_title(title, fontsize=11)
-    _save(figure, path)
-
-
-def _label(run: str) -> str:
-    return "\u200b" + run.replace("$", r"\$")  # no formula, and no leading _, which hides it
-
-
-def _save(figure: Figure, path: Path) -> None:
-    path = Path(path)
-    if path.suffix not in (".png", ".svg"):
-        raise ValueError(f"path={path}: must end in .png or .svg")
-    write_file(path, lambda temporary: figure.savefig(temporary, dpi=150, format=path.suffix[1:]))
+    save(figure, path)

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from measure.protocols import widening_edges
 from model import GPT
 from model.attention import softmax_weights
 from model.gpt import Attention, Step
@@ -140,7 +141,7 @@ def attention_by_distance(model: GPT, tokens: Tensor | np.ndarray, length: int, 
         raise ValueError("model.attention=linear: has no attention weights to look at, only softmax has")
     _require(1, length=length, windows=windows)
     model.pos.check_position(length - 1)
-    edges, c = distance_edges(length), model.config
+    edges, c = widening_edges(length), model.config
     device = next(model.parameters()).device
     bin_of = torch.from_numpy(np.repeat(np.arange(len(edges) - 1), np.diff(edges))).to(device)  # (length,)
     sums = torch.zeros(c.n_layer, c.n_head, len(edges) - 1, dtype=torch.float64)
@@ -161,12 +162,6 @@ def attention_by_distance(model: GPT, tokens: Tensor | np.ndarray, length: int, 
     pairs = torch.tensor([sum(length - d for d in range(*ends)) for ends in pairwise(edges)])
     weights = (sums / (len(ids) * pairs)).tolist()
     return {"edges": edges, "weights": weights, "windows": len(ids), "length": length}
-
-
-def distance_edges(length: int) -> list[int]:
-    """0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32 and so on below `length`, and `length`."""
-    powers = [2**k for k in range(1, length.bit_length())]
-    return [edge for edge in sorted({0, 1, *powers, *(3 * power // 2 for power in powers)}) if edge < length] + [length]
 
 
 def _summed_weights(module: Attention, x: Tensor, step: Step, bin_of: Tensor, bins: int) -> Tensor:

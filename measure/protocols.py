@@ -83,10 +83,10 @@ def _spread(n: int, keep: int) -> np.ndarray:
     return (starts[:, None] + np.arange(run)).ravel()
 
 
-def position_bins(length: int) -> np.ndarray:
-    """Edges of bins that widen with the position: 0, 1, 2, 3, 4, 6, 8, 12, 16, 24 ... and `length`."""
-    edges = sorted({0, 1, *(2**k for k in range(1, 63)), *(3 * 2**k for k in range(62))})
-    return np.array([edge for edge in edges if edge < length] + [length])
+def widening_edges(length: int) -> list[int]:
+    """Edges of bins that widen: 0, 1, 2, 3, 4, 6, 8, 12, 16, 24 ... below `length`, and `length`."""
+    powers = [2**k for k in range(1, length.bit_length())]
+    return [edge for edge in sorted({0, 1, *powers, *(3 * power // 2 for power in powers)}) if edge < length] + [length]
 
 
 def cut_by_position(pieces: np.ndarray, length: int, max_targets: int | None = None) -> list[Windows]:
@@ -96,7 +96,7 @@ def cut_by_position(pieces: np.ndarray, length: int, max_targets: int | None = N
     """
     windows = cut(pieces, length, length, "nonoverlapping", length, max_targets)
     starts = windows.spans[windows.counts == length, :1]
-    edges = position_bins(length)
+    edges = widening_edges(length)
     return [
         Windows(length, np.concatenate((starts, starts + 1 + low, starts + 1 + high), axis=1))
         for low, high in pairwise(edges)

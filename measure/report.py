@@ -2,13 +2,14 @@
 
 import base64
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
 from typing import Any
 
-from measure import plots, tables
+from measure import plots, probe_plots, tables
 from measure.results import Group, Measurement, grouped
 from measure.statistics import finite
 from measure.tables import Table
@@ -75,6 +76,9 @@ class Report:
                 if table:
                     title = ": ".join(part for part in (f"{protocol} windows", table.title) if part)
                     found.append(Table(title, table.header, table.rows, table.note))
+        probed = lambda name: [result for result in self.results if name in result]  # noqa: E731
+        found += [tables.recall(probed("recall"))] if probed("recall") else []
+        found += [tables.shift(probed("shift"))] if probed("shift") else []
         return found
 
     def _of_one(self, groups: list[Group]) -> Table:
@@ -135,7 +139,15 @@ class Report:
 
     def _other_figures(self) -> dict[str, Any]:
         with_positions = [g for groups in self.protocols.values() for g in groups if g.first.get("by_position")]
-        return {"by_position": lambda path: plots.plot_positions(with_positions, path)} if with_positions else {}
+        figures = {"by_position": lambda path: plots.plot_positions(with_positions, path)} if with_positions else {}
+        recalled = [result for result in self.results if "recall" in result]
+        if recalled:
+            figures["recall"] = lambda path: probe_plots.plot_recall(recalled, path)
+        for result in self.results:
+            if "attention" in result:
+                stem = "attention_" + re.sub(r"\W+", "_", result["run"])
+                figures[stem] = lambda path, result=result: probe_plots.plot_attention(result, path)
+        return figures
 
     def _html(self, figures: list[Path]) -> str:
         first = self.results[0]

@@ -198,11 +198,25 @@ def _flat(config: dict, prefix: str = "") -> list[tuple[str, object]]:
     return found
 
 
-def of_probe(groups: Sequence[dict], probe: str, x: str, cell: Callable[[dict], str], title: str, note: str) -> Table:
-    """A probe's rows: a line a run, a column an x. groups: results that hold the probe."""
-    xs = sorted({row[x] for result in groups for row in result[probe]})
-    lines = []
-    for result in groups:
+def recall(results: Sequence[dict]) -> Table:
+    cell = lambda row: digits(row["gain"], row["gain_stderr"])  # noqa: E731
+    title = "recall: nats a token that a first copy of a random string gains, by tokens from copy to copy"
+    return _of_probe(results, "recall", "distance", "gain", cell, title)
+
+
+def shift(results: Sequence[dict]) -> Table:
+    moved = [{**result, "shift": [row for row in result["shift"] if row["shift"]]} for result in results]
+    cell = lambda row: f"{row['difference']:+.2g} ({row['mean_change']:.1g})".replace("-", "−")  # noqa: E731
+    title = "shift test: change of the loss when all positions are moved, nats a token (mean size for a single token)"
+    return _of_probe(moved, "shift", "shift", "difference", cell, title)
+
+
+def _of_probe(results: Sequence[dict], probe: str, x: str, value: str, cell: Callable, title: str) -> Table:
+    """A line a model, a column an x, in which cell(row) stands where the row's value is not None."""
+    xs, lines, notes = sorted({row[x] for result in results for row in result[probe]}), [], {}
+    for result in results:
         of_x = {row[x]: row for row in result[probe]}
-        lines.append([result["run"], *(cell(of_x[value]) if value in of_x else NOTHING for value in xs)])
-    return Table(title, ["model", *map(str, xs)], lines, note)
+        there = {at: row for at, row in of_x.items() if row[value] is not None}
+        lines.append([result["run"], *(cell(there[at]) if at in there else NOTHING for at in xs)])
+        notes |= {f"{result['run']}: {row['note']}": None for row in of_x.values() if "note" in row}
+    return Table(title, ["model", *map(str, xs)], lines, "; ".join(notes))

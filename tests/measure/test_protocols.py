@@ -14,10 +14,10 @@ from measure.protocols import (
     evaluate_lengths,
     new_losses,
     plan,
-    position_bins,
     score,
     split,
     stretches,
+    widening_edges,
 )
 from model.positions import SCHEMES
 from tests.helpers import ALL_SCHEMES, random_tokens, scheme_id, small_model
@@ -168,8 +168,8 @@ def test_loss_by_position_is_the_slow_loop(model, size):
             loss_of_one_token(model, tokens, target, (target - 1) % length + 1)
         )
     edges = [0, 1, 2, 3, 4, 6, 8, 12, 16, 24]
-    assert position_bins(length).tolist() == edges
-    assert position_bins(5).tolist() == [0, 1, 2, 3, 4, 5]
+    assert widening_edges(length) == edges
+    assert widening_edges(5) == [0, 1, 2, 3, 4, 5]
     for (low, high), windows, values in zip(pairwise(edges), bins, split(losses, bins), strict=True):
         expected = [loss for position in range(low, high) for loss in of_position[position]]
         assert windows.counts.sum() == len(expected)
