@@ -44,17 +44,31 @@ def softmax_attention(
         part = q[:, :, start : start + rows]
         seen = Tk - Tq + start + part.shape[2]
         at, key_positions = positions[seen - part.shape[2] : seen], positions[:seen]
-        bias = scheme.bias(part, at, key_positions).masked_fill(key_positions > at[:, None], -math.inf).to(q.dtype)
-        bias = bias if bias.ndim == 4 else bias[None]
         keys, values = k[:, :, :seen], v[:, :, :seen]
         if not scheme.weighs_values:
+            bias = _masked_bias(part, scheme, at, key_positions)
             blocks.append(F.scaled_dot_product_attention(part, keys, values, bias, dropout, enable_gqa=grouped))
             continue
-        scores = part @ keys.mT / math.sqrt(q.shape[-1]) + bias
-        weights = F.dropout(scores.softmax(dim=-1, dtype=torch.promote_types(q.dtype, torch.float32)), dropout)
-        weights = weights.to(q.dtype)
+        weights = F.dropout(softmax_weights(part, keys, scheme, at, key_positions), dropout).to(q.dtype)
         blocks.append(weights @ values + scheme.values(weights, at, key_positions))
     return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=2)
+
+
+def softmax_weights(q: Tensor, k: Tensor, scheme: PositionScheme, at: Tensor, key_positions: Tensor) -> Tensor:
+    """softmax(q kᵀ / √head_dim + bias), (B, H, Tq, Tk) in float32 or better: what softmax_attention weighs values with.
+
+    q and k as rotated, as many heads each. at, key_positions: int64 (Tq,) and (Tk,); a later key's weight is 0.
+    """
+    scores = q @ k.mT / math.sqrt(q.shape[-1]) + _masked_bias(q, scheme, at, key_positions)
+    return scores.softmax(dim=-1, dtype=torch.promote_types(q.dtype, torch.float32))
+
+
+def _masked_bias(q: Tensor, scheme: PositionScheme, at: Tensor, key_positions: Tensor) -> Tensor:
+    """The scheme's bias, and -inf where a key is later than the query: (1 or B, 1 or H, Tq, Tk) in q's dtype."""
+    later = key_positions > at[:, None]
+    bias = scheme.bias(q, at, key_positions) if scheme.biased else q.new_zeros(1, 1, *later.shape)
+    bias = bias.masked_fill(later, -math.inf).to(q.dtype)
+    return bias if bias.ndim == 4 else bias[None]
 
 
 def _elu_plus_one(x: Tensor) -> Tensor:

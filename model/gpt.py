@@ -116,6 +116,7 @@ class GPT(nn.Module):
         targets: Tensor | None = None,
         cache: Cache | None = None,
         scaling_length: int | None = None,
+        first_position: int = 0,
     ) -> Tensor:
         """Logits, or per-token losses.
 
@@ -130,6 +131,9 @@ class GPT(nn.Module):
         (longrope: once; the others: at every step past the training length), since a key's rotation is not all that
         depends on them: deeper keys and values came from rows computed under the older ones.
 
+        first_position: the position of tokens[:, 0], without a cache only. The frequencies go by the sequence's length
+        all the same, not by its last position.
+
         Raises ValueError for shapes that do not fit, ids outside the vocabulary (checked on the CPU only: elsewhere it
         would stall every step), positions past a learned table and a full cache; the cache is then as it was.
         """
@@ -141,13 +145,17 @@ class GPT(nn.Module):
             targets = targets.long()
         if scaling_length is not None and (not isinstance(scaling_length, int) or scaling_length < 1):
             raise ValueError(f"scaling_length={scaling_length!r}: must be a whole number of at least 1, or None")
+        if type(first_position) is not int or first_position < 0:
+            raise ValueError(f"first_position={first_position!r}: must be a whole number of at least 0")
+        if first_position and cache is not None:
+            raise ValueError(f"first_position={first_position}: must be 0 with a cache, whose tokens start at 0")
         if tokens.device.type == "cpu" and not torch.compiler.is_compiling():
             self.check_tokens(tokens)
             if targets is not None:
                 self.check_tokens(targets.masked_fill(targets == -100, 0))
         with contextlib.nullcontext() if cache is None else torch.no_grad():
             if cache is None:
-                x = self._pass(tokens, 0, scaling_length or tokens.shape[1], None)
+                x = self._pass(tokens, 0, scaling_length or tokens.shape[1], None, first_position)
             else:
                 x = self._cached_pass(tokens, cache, scaling_length)
             return self._logits(x) if targets is None else self._losses(x, targets)
@@ -163,10 +171,11 @@ class GPT(nn.Module):
         cache.advance(passed, regime)
         return x[:, -tokens.shape[1] :]
 
-    def _pass(self, tokens: Tensor, past: int, length: int, cache: Cache | None) -> Tensor:
-        """Rows after the last norm, (B, T, D), for tokens at positions past ... past + T - 1."""
-        self.pos.check_position(past + tokens.shape[1] - 1)
-        positions = torch.arange(past + tokens.shape[1], device=tokens.device)
+    def _pass(self, tokens: Tensor, past: int, length: int, cache: Cache | None, first: int = 0) -> Tensor:
+        """Rows after the last norm, (B, T, D), for the T tokens after `past` others, the first of all at `first`."""
+        end = first + past + tokens.shape[1]
+        self.pos.check_position(end - 1)
+        positions = torch.arange(first, end, device=tokens.device)
         new = positions[past:]
         x = self.dropout(self.pos.embed(self.embedding(tokens), new))  # (B, T, D)
         step = Step(self.pos, positions, self.pos.rotation(new, length), cache)

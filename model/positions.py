@@ -57,7 +57,10 @@ class PositionScheme(nn.Module):
         return None
 
     def bias(self, queries: Tensor, query_positions: Tensor, key_positions: Tensor) -> Tensor:
-        """queries (B, H, Tq, head_dim), as rotated. Called with a part of the queries at a time, keys from 0 on."""
+        """queries (B, H, Tq, head_dim), as rotated. Called with a part of the queries at a time.
+
+        key_positions count on, one by one, from the first key's, which need not be 0; here and in values.
+        """
         raise NotImplementedError
 
     def values(self, weights: Tensor, query_positions: Tensor, key_positions: Tensor) -> Tensor:
@@ -192,7 +195,7 @@ class T5Bias(PositionScheme):
 
     def bias(self, queries: Tensor, query_positions: Tensor, key_positions: Tensor) -> Tensor:
         # By distance first: the table is read (and its gradient summed) for Tk distances, not Tq · Tk pairs.
-        by_distance = self.table[self.bucket(key_positions)].T.float()  # (H, Tk), key_positions being 0 ... Tk - 1
+        by_distance = self.table[self.bucket(key_positions - key_positions[0])].T.float()  # (H, Tk)
         return by_distance[:, (query_positions[:, None] - key_positions).clamp(min=0)]
 
 
@@ -219,7 +222,8 @@ class ShawRelative(PositionScheme):
 
     def values(self, weights: Tensor, query_positions: Tensor, key_positions: Tensor) -> Tensor:
         B, H = weights.shape[:2]
-        key_at = query_positions[:, None] - torch.arange(self.max_distance, device=weights.device)  # (Tq, max_distance)
+        back = torch.arange(self.max_distance, device=weights.device)
+        key_at = (query_positions - key_positions[0])[:, None] - back  # indices of keys, (Tq, max_distance)
         near = weights.gather(-1, key_at.clamp(min=0).expand(B, H, -1, -1)) * (key_at >= 0)
         far = weights.sum(dim=-1, keepdim=True) - near.sum(dim=-1, keepdim=True)
         return torch.cat((near, far), dim=-1) @ self.value_table.to(weights.dtype)

@@ -1,0 +1,1 @@
+"""Measurements of the length laboratory, beside the plain perplexity of eval.py."""

@@ -1,0 +1,256 @@
+"""What perplexity does not show of a trained model past its training length: three probes.
+
+    recall(model, tokens, longest)                a random string shown twice: is the second copy read off the first?
+    shift(model, tokens)                          the same text at other positions: do only distances count?
+    attention_by_distance(model, tokens, length)  how far back the heads look
+
+tokens are integers, 1-D: real text that the windows, spread over all of it, are cut from. Dropout is off, and the model
+is put back into its mode. batch_tokens changes speed and memory, not results.
+"""
+
+import contextlib
+import math
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from model import GPT
+from model.attention import softmax_weights
+from model.gpt import Attention, Step
+
+# The largest block of attention weights that is formed at once, in numbers: 32 MiB of float32.
+BLOCK = 2**23
+
+
+def recall(
+    model: GPT,
+    tokens: Tensor | np.ndarray,
+    longest: int,
+    string_length: int = 16,
+    trials: int = 64,
+    seed: int = 0,
+    batch_tokens: int = 16384,
+) -> list[dict]:
+    """Recall at a distance: the loss on a random string whose first copy lies 2^k tokens back.
+
+    Such copying defines induction heads (Olsson et al. 2022, "In-context Learning and Induction Heads"). A sequence is
+    a string of string_length ids, drawn uniformly from the distinct ids of tokens, then text, then the string again.
+    Distances, from start to start, are the powers of two from string_length on for which it fits into `longest`
+    positions, without its last token, which is never fed. The strings, and where their texts begin, are the same at all
+    of them. The control differs in the first copy, which is another such string. Runs under whatever autocast is on.
+
+    Returns one dict a distance: distance; nll, nats a token on the second copy without its first token, which nothing
+    announces; control_nll, the same in the control: what no recall gives; gain, control_nll - nll; stderr and
+    gain_stderr, their standard errors over trials (None for one trial); first_nll, the same tokens in the first copy,
+    before any text; trials. Past a learned table all losses and errors are None, trials is 0 and `note` says where the
+    table ends. Raises ValueError for settings that do not fit the text or each other.
+    """
+    tokens = _array(tokens)
+    _require(1, longest=longest, trials=trials, batch_tokens=batch_tokens)
+    _require(2, string_length=string_length)
+    most = longest - (string_length - 1)  # distance and tokens of the second copy that are fed: no more than longest
+    distances = [2**k for k in range((string_length - 1).bit_length(), longest.bit_length()) if 2**k <= most]
+    if not distances:
+        least = 2 ** (string_length - 1).bit_length() + string_length - 1
+        raise ValueError(f"longest={longest}: must be at least {least} for string_length={string_length}")
+    limit = model.pos.max_length
+    fitting = [distance for distance in distances if limit is None or distance + string_length - 1 <= limit]
+    rng = np.random.default_rng(seed)
+    strings, others = rng.choice(np.unique(tokens), (2, trials, string_length))
+    text = _windows(tokens, max(fitting, default=string_length) - string_length, trials, distinct=False)
+    rows = []
+    for distance in distances:
+        values = ("nll", "stderr", "control_nll", "gain", "gain_stderr", "first_nll")
+        rows.append({"distance": distance, **dict.fromkeys(values), "trials": 0})
+        if distance not in fitting:
+            rows[-1]["note"] = f"table ends at {limit}"
+            continue
+        between = text[:, : distance - string_length]
+        ids = np.concatenate([np.hstack((start, between, strings)) for start in (strings, others)])
+        first = slice(0, string_length - 1)  # the inputs that tokens 1, 2, ... of the copy follow
+        second = slice(distance, distance + string_length - 1)
+        with _measuring(model):
+            losses = _losses(model, ids, batch_tokens, scored=(first, second))
+        nll, control = losses[:, second].mean(axis=1).reshape(2, trials)
+        rows[-1] |= {"nll": float(nll.mean()), "stderr": _stderr(nll), "control_nll": float(control.mean())}
+        rows[-1] |= {"gain": float((control - nll).mean()), "gain_stderr": _stderr(control - nll)}
+        rows[-1] |= {"first_nll": float(losses[:trials, first].mean()), "trials": trials}
+    return rows
+
+
+def shift(
+    model: GPT,
+    tokens: Tensor | np.ndarray,
+    shifts: Sequence[int] | None = None,
+    windows: int = 32,
+    batch_tokens: int = 16384,
+) -> list[dict]:
+    """Shift test: the loss on the same text, its positions starting at s instead of 0.
+
+    Phase shifting in Sinha et al. 2022, "The Curious Case of Absolute Position Embeddings". A scheme that goes by
+    distances alone must not move beyond rounding, so this is measured in the precision of the weights, without autocast
+    and TF32. shifts: by default 0, n = min(64, T // 4), T and 8T, T being the training length. The windows, up to
+    `windows` of them, are T - n tokens long, so that a learned table can be tried at one shift. Frequency scalings go
+    by this length at all shifts.
+
+    Returns one dict a shift: shift; length; nll, nats a token; difference, of nll to that at shift 0; stderr, the
+    standard error of difference over windows (None for one window); mean_change and max_change, mean and maximum over
+    tokens of |loss - loss at shift 0|. Past a learned table all but the first two are None and `note` says where it
+    ends. Raises ValueError for settings that do not fit the text.
+    """
+    train_length = model.config.train_length
+    near = min(64, train_length // 4)
+    shifts = sorted({0, near, train_length, 8 * train_length}) if shifts is None else shifts
+    _require(1, windows=windows, batch_tokens=batch_tokens)
+    for first in shifts:
+        _require(0, shifts=first)
+    length, limit = train_length - near, model.pos.max_length
+    ids = _windows(_array(tokens), length + 1, windows)
+    with _measuring(model), _full_precision(model):
+        base, rows = _losses(model, ids, batch_tokens), []
+        for first in shifts:
+            values = ("nll", "difference", "stderr", "mean_change", "max_change")
+            rows.append({"shift": first, "length": length, **dict.fromkeys(values)})
+            if limit is not None and first + length > limit:
+                rows[-1]["note"] = f"table ends at {limit}"
+                continue
+            losses = _losses(model, ids, batch_tokens, first_position=first)
+            change = losses - base
+            rows[-1] |= {"nll": float(losses.mean()), "difference": float(change.mean())}
+            rows[-1] |= {"stderr": _stderr(change.mean(axis=1))}
+            rows[-1] |= {"mean_change": float(abs(change).mean()), "max_change": float(abs(change).max())}
+    return rows
+
+
+def attention_by_distance(model: GPT, tokens: Tensor | np.ndarray, length: int, windows: int = 4) -> dict:
+    """Mean attention weight by layer, head and distance (position of the query minus that of the key).
+
+    Over up to `windows` windows of `length` tokens. Returns edges, weights, windows and length. Bin i has the distances
+    edges[i] to edges[i + 1] - 1; weights[layer][head][i] is the mean over all pairs of a query and a key in it, so
+    that their sum over i, times the number of pairs, is the number of queries. In the precision of the weights, without
+    autocast; a block of queries at a time.
+
+    Raises ValueError for linear attention, which has no such weights, past a learned table, and for settings that do
+    not fit the text.
+    """
+    if model.config.attention == "linear":
+        raise ValueError("model.attention=linear: has no attention weights to look at, only softmax has")
+    _require(1, length=length, windows=windows)
+    model.pos.check_position(length - 1)
+    edges, c = distance_edges(length), model.config
+    device = next(model.parameters()).device
+    bin_of = torch.from_numpy(np.repeat(np.arange(len(edges) - 1), np.diff(edges))).to(device)  # (length,)
+    sums = torch.zeros(c.n_layer, c.n_head, len(edges) - 1, dtype=torch.float64)
+    ids = _windows(_array(tokens), length, windows)
+
+    def add(module: Attention, inputs: tuple[Tensor, Step]) -> None:
+        sums[module.layer] += _summed_weights(module, *inputs, bin_of, len(edges) - 1)
+
+    hooks = [block.attention.register_forward_pre_hook(add) for block in model.blocks]
+    try:
+        with _measuring(model), _full_precision(model):
+            for window in torch.from_numpy(ids):
+                model.check_tokens(window)
+                model(window[None].to(device), targets=torch.full((1, length), -100, device=device))  # forms no logits
+    finally:
+        for hook in hooks:
+            hook.remove()
+    pairs = torch.tensor([sum(length - d for d in range(*ends)) for ends in pairwise(edges)])
+    weights = (sums / (len(ids) * pairs)).tolist()
+    return {"edges": edges, "weights": weights, "windows": len(ids), "length": length}
+
+
+def distance_edges(length: int) -> list[int]:
+    """0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32 and so on below `length`, and `length`."""
+    powers = [2**k for k in range(1, length.bit_length())]
+    return [edge for edge in sorted({0, 1, *powers, *(3 * power // 2 for power in powers)}) if edge < length] + [length]
+
+
+def _summed_weights(module: Attention, x: Tensor, step: Step, bin_of: Tensor, bins: int) -> Tensor:
+    """One layer's attention weights, summed over queries and the keys of a bin: float64 (H, bins) on the CPU."""
+    heads = module.qkv(x).view(1, x.shape[1], -1, module.head_dim).transpose(1, 2)  # (1, H + 2 Hkv, T, head_dim)
+    q, k = (step.rotate(part) for part in heads.split((module.n_head, module.n_kv_head, module.n_kv_head), dim=1)[:2])
+    k = k.repeat_interleave(module.n_head // module.n_kv_head, dim=1)
+    sums, rows = torch.zeros(module.n_head, bins, dtype=torch.float64), max(16, BLOCK // (module.n_head * x.shape[1]))
+    for start in range(0, x.shape[1], rows):
+        part = q[:, :, start : start + rows]
+        seen = start + part.shape[2]
+        at, key_positions = step.positions[start:seen], step.positions[:seen]
+        weights = softmax_weights(part, k[:, :, :seen], step.scheme, at, key_positions)[0]  # (H, rows, seen)
+        index = bin_of[(at[:, None] - key_positions).clamp(min=0)].expand_as(weights)  # later keys: 0 to any bin
+        by_query = weights.new_zeros(*weights.shape[:2], bins).scatter_add_(-1, index, weights)
+        sums += by_query.cpu().double().sum(dim=1)
+    return sums
+
+
+def _require(least: int, **settings: int) -> None:
+    for name, value in settings.items():
+        if type(value) is not int or value < least:
+            raise ValueError(f"{name}={value!r}: must be a whole number of at least {least}")
+
+
+def _array(tokens: Tensor | np.ndarray) -> np.ndarray:
+    tokens = tokens.cpu().numpy() if isinstance(tokens, Tensor) else np.asarray(tokens)
+    if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer) or not len(tokens):
+        raise ValueError(f"tokens must be integers in one dimension, found {tokens.dtype} {tokens.shape}")
+    return tokens
+
+
+def _windows(tokens: np.ndarray, size: int, count: int, distinct: bool = True) -> np.ndarray:
+    """`count` windows spread evenly over tokens, int64 (count, size); distinct: fewer where they would be the same."""
+    if size > len(tokens):
+        raise ValueError(f"a window of {size} tokens does not fit into the {len(tokens)} of the text; use more text")
+    starts = np.linspace(0, len(tokens) - size, count).round().astype(np.int64)
+    if distinct:
+        starts = np.unique(starts)
+    return tokens[starts[:, None] + np.arange(size)].astype(np.int64)
+
+
+def _losses(
+    model: GPT, ids: np.ndarray, batch_tokens: int, scored: Sequence[slice] = (slice(None),), first_position: int = 0
+) -> np.ndarray:
+    """Loss of predicting ids[:, t + 1], in nats, at column t: float64 (windows, T) for int64 ids (windows, T + 1).
+
+    scored: the columns wanted; the others are 0.
+    """
+    device, losses = next(model.parameters()).device, np.empty((len(ids), ids.shape[1] - 1))
+    per_batch = max(1, batch_tokens // losses.shape[1])
+    for start in range(0, len(ids), per_batch):
+        batch = torch.from_numpy(ids[start : start + per_batch])
+        model.check_tokens(batch)
+        targets = torch.full_like(batch[:, 1:], -100)
+        for columns in scored:
+            targets[:, columns] = batch[:, 1:][:, columns]
+        nll = model(batch[:, :-1].to(device), targets=targets.to(device), first_position=first_position)
+        losses[start : start + per_batch] = nll.cpu().double().numpy()
+    return losses
+
+
+def _stderr(values: np.ndarray) -> float | None:
+    return float(values.std(ddof=1) / math.sqrt(len(values))) if len(values) > 1 else None
+
+
+@contextlib.contextmanager
+def _measuring(model: GPT) -> Iterator[None]:
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.inference_mode():
+            yield
+    finally:
+        model.train(was_training)
+
+
+@contextlib.contextmanager
+def _full_precision(model: GPT) -> Iterator[None]:
+    """No autocast and no TF32 meanwhile."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        with torch.autocast(next(model.parameters()).device.type, enabled=False):
+            yield
+    finally:
+        torch.set_float32_matmul_precision(before)

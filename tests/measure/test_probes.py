@@ -1,0 +1,414 @@
+"""The probes against slow loops, gradients of the whole model and closed forms; and their pictures."""
+
+import math
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from matplotlib.figure import Figure
+from PIL import Image
+
+import measure.probes
+from measure.probe_plots import plot_attention, plot_recall
+from measure.probes import attention_by_distance, distance_edges, recall, shift
+from model.positions import SCHEMES, PositionScheme
+from tests.helpers import ALL_SCHEMES, random_tokens, scheme_id, small_model
+
+STRING = 5
+PAST_THE_TABLE = dict.fromkeys(("nll", "stderr", "control_nll", "gain", "gain_stderr", "first_nll"))
+
+
+@pytest.fixture(scope="module")
+def model():
+    return small_model({"name": "rope"})
+
+
+@pytest.fixture(scope="module")
+def text(model):
+    return random_tokens(model, 1, 400)[0].numpy()
+
+
+def watched(model):
+    """What is fed to the model from here on: a list of (tokens, targets, first_position) of every pass."""
+    fed = []
+    model.register_forward_pre_hook(
+        lambda module, inputs, keys: fed.append((inputs[0], keys["targets"], keys.get("first_position", 0))),
+        with_kwargs=True,
+    )
+    return fed
+
+
+def loss_of(model, context, target):
+    """-log p(target | context), from a pass over just these."""
+    row = model(torch.tensor([context]))[0, -1].tolist()
+    return math.log(sum(math.exp(value) for value in row)) - row[target]
+
+
+def standard_error(values):
+    mean = sum(values) / len(values)
+    return math.sqrt(sum((value - mean) ** 2 for value in values) / (len(values) - 1) / len(values))
+
+
+def test_recall_shows_a_string_of_the_texts_ids_twice_with_text_between():
+    model = small_model({"name": "none"})
+    text = np.delete(np.arange(61).repeat(7), slice(70, 140))  # every token tells its place; ids 10 to 19 are missing
+    fed, trials = watched(model), 6
+    rows = recall(model, text, longest=44, string_length=STRING, trials=trials)
+    assert [row["distance"] for row in rows] == [8, 16, 32]  # 32 + 5 - 1 positions fit, 64 + 5 - 1 do not
+    assert len(fed) == 3
+    shown, begins = [], []
+    for row, (tokens, targets, _) in zip(rows, fed, strict=True):
+        d = row["distance"]
+        whole = torch.cat((tokens, targets[:, -1:]), dim=1)
+        assert whole.shape == (2 * trials, d + STRING)
+        first, between, second = whole[:, :STRING], whole[:, STRING:d], whole[:, d:]
+        assert torch.equal(first[:trials], second[:trials])
+        assert torch.equal(second[trials:], second[:trials])
+        assert torch.equal(between[trials:], between[:trials])
+        assert (first[trials:] != second[trials:]).any(dim=1).all()
+        assert set(first.flatten().tolist()) <= set(text.tolist())
+        for part in between[:trials]:
+            assert any((text[i : i + len(part)] == part.numpy()).all() for i in range(len(text)))
+        shown.append(first.tolist())
+        begins.append(between[:trials, 0].tolist())
+    assert shown[0] == shown[1] == shown[2]
+    assert begins[0] == begins[1] == begins[2]
+    assert begins[0][0] == 0  # spread over the text
+    assert begins[0][-1] == text[-27]
+    assert recall(model, text, longest=44, string_length=STRING, trials=trials, seed=1) != rows
+    assert [row["distance"] for row in recall(model, text, 36, STRING, 1)] == [8, 16, 32]
+    assert [row["distance"] for row in recall(model, text, 35, STRING, 1)] == [8, 16]
+    assert [row["distance"] for row in recall(model, text, 11, 4, 1)] == [4, 8]  # 4 has nothing between
+
+
+def test_recall_draws_every_id_equally_often():
+    model = small_model({"name": "none"})
+    fed = watched(model)
+    recall(model, np.repeat([3, 7, 50], [300, 30, 3]), longest=31, string_length=16, trials=200)
+    ids, counts = fed[0][0][:200, :16].unique(return_counts=True)
+    assert ids.tolist() == [3, 7, 50]
+    assert all(abs(count - 3200 / 3) < 5 * math.sqrt(3200 * 2 / 9) for count in counts.tolist())
+
+
+def test_recall_scores_all_but_the_first_token_of_a_copy(model, text, monkeypatch):
+    """A model whose loss is the target's place: 1 + 2 + 3 + 4 in the first copy, d more in the second."""
+    monkeypatch.setattr(
+        model, "forward", lambda tokens, targets, **_: torch.arange(1, tokens.shape[1] + 1).expand_as(tokens)
+    )
+    for row in recall(model, text, longest=44, string_length=STRING, trials=3):
+        assert row["first_nll"] == 2.5
+        assert row["nll"] == row["control_nll"] == row["distance"] + 2.5
+        assert row["stderr"] == row["gain"] == row["gain_stderr"] == 0
+
+
+def test_recalls_numbers_are_the_slow_loops(text):
+    model = small_model({"name": "alibi"})
+    fed, trials = watched(model), 3
+    rows = recall(model, text, longest=25, string_length=STRING, trials=trials)
+    passes = [torch.cat((tokens, targets[:, -1:]), dim=1).tolist() for tokens, targets, _ in fed]
+    model._forward_pre_hooks.clear()
+    for row, sequences in zip(rows, passes, strict=True):
+        d, means = row["distance"], []
+        for sequence in sequences:
+            losses = [loss_of(model, sequence[:t], sequence[t]) for t in range(d + 1, d + STRING)]
+            means.append(sum(losses) / len(losses))
+        first = [loss_of(model, s[:t], s[t]) for s in sequences[:trials] for t in range(1, STRING)]
+        gains = [control - nll for nll, control in zip(means[:trials], means[trials:], strict=True)]
+        expected = {"nll": sum(means[:trials]) / trials, "control_nll": sum(means[trials:]) / trials}
+        expected |= {"gain": sum(gains) / trials, "gain_stderr": standard_error(gains)}
+        expected |= {"stderr": standard_error(means[:trials]), "first_nll": sum(first) / len(first)}
+        assert row == {"distance": d, "trials": trials, **{k: pytest.approx(v, abs=1e-9) for k, v in expected.items()}}
+
+
+@pytest.mark.parametrize("probe", [lambda *a, **k: recall(*a, 44, STRING, 7, **k), shift])
+def test_results_do_not_depend_on_the_batch(model, text, probe):
+    expected = probe(model, text)
+    assert probe(model, torch.from_numpy(text).int()) == expected
+    for batch_tokens in (1, 100, 10**6):
+        for row, wanted in zip(probe(model, text, batch_tokens=batch_tokens), expected, strict=True):
+            assert row == {key: pytest.approx(value, abs=1e-12) for key, value in wanted.items()}
+
+
+def test_recall_ends_with_a_learned_table(text):
+    learned = small_model({"name": "learned"}, train_length=20)
+    rows = recall(learned, text, 64, STRING, 4)
+    assert [row["distance"] for row in rows] == [8, 16, 32]
+    assert rows[0]["nll"] > 0
+    assert rows[1]["nll"] > 0  # 16 + 5 - 1 positions: all 20
+    assert rows[2] == {"distance": 32, "trials": 0, "note": "table ends at 20", **PAST_THE_TABLE}
+    assert recall(learned, text, 64, 16, 4)[0]["note"] == "table ends at 20"
+
+
+def test_a_single_trial_or_window_has_no_error(model, text):
+    assert recall(model, text, 12, STRING, 1)[0]["stderr"] is None
+    assert recall(model, text, 12, STRING, 1)[0]["gain_stderr"] is None
+    assert shift(model, text, windows=1)[1]["stderr"] is None
+
+
+@pytest.mark.parametrize("name", ["learned", "rope", "sinusoidal"])
+def test_shifts_numbers_are_the_slow_loops(name):
+    model = small_model({"name": name}, train_length=12)  # windows of 9 tokens, shifted by 0, 3, 12 and 96
+    text = random_tokens(model, 1, 60)[0].tolist()
+    rows = shift(model, np.array(text), windows=4)
+    starts = [0, 17, 33, 50]  # of 0 to 60 - 10, evenly
+
+    def losses(first):
+        all_of_them = []
+        for start in starts:
+            logits = model(torch.tensor([text[start : start + 9]]), first_position=first)[0].tolist()
+            targets = text[start + 1 : start + 10]
+            for row, target in zip(logits, targets, strict=True):
+                all_of_them.append(math.log(sum(math.exp(value) for value in row)) - row[target])
+        return all_of_them
+
+    base = losses(0)
+    assert [row["shift"] for row in rows] == [0, 3, 12, 96]
+    for row in rows:
+        first = row["shift"]
+        if name == "learned" and first > 3:
+            none = dict.fromkeys(("nll", "difference", "stderr", "mean_change", "max_change"))
+            assert row == {"shift": first, "length": 9, "note": "table ends at 12", **none}
+            continue
+        moved = losses(first)
+        change = [a - b for a, b in zip(moved, base, strict=True)]
+        by_window = [sum(change[i : i + 9]) / 9 for i in range(0, 36, 9)]
+        expected = {"nll": sum(moved) / 36, "difference": sum(change) / 36, "stderr": standard_error(by_window)}
+        expected |= {"mean_change": sum(map(abs, change)) / 36, "max_change": max(map(abs, change))}
+        assert row == {"shift": first, "length": 9, **{k: pytest.approx(v, abs=1e-9) for k, v in expected.items()}}
+
+
+@pytest.mark.parametrize("attention", ["softmax", "linear"])
+@pytest.mark.parametrize("pos", ALL_SCHEMES, ids=scheme_id)
+def test_shift_moves_only_schemes_of_absolute_positions(pos, attention):
+    if attention == "linear" and SCHEMES[pos["name"]].biased:
+        return
+    model = small_model(pos, torch.float32, attention=attention)
+    rows = shift(model, random_tokens(model, 1, 300)[0], windows=5)
+    assert rows[0]["max_change"] == rows[0]["difference"] == rows[0]["stderr"] == 0
+    for row in rows[1:]:
+        if SCHEMES[pos["name"]].embed is not PositionScheme.embed:
+            assert row["nll"] is None or row["max_change"] > 0.01
+        else:
+            assert row["max_change"] < 1e-4
+
+
+def test_shift_measures_in_full_precision_and_leaves_no_trace(text):
+    model = small_model({"name": "rope"}, torch.float32, dropout=0.5).train()
+    plain, state = shift(model, text), torch.get_rng_state()
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        with torch.autocast("cpu", torch.bfloat16):
+            precisions = []
+            hook = model.register_forward_hook(lambda *_: precisions.append(torch.get_float32_matmul_precision()))
+            assert shift(model, text) == plain
+            hook.remove()
+            assert set(precisions) == {"highest"}
+            attention_by_distance(model, text, 20)
+            recall(model, text, 31)
+            assert torch.is_autocast_enabled("cpu")
+        assert torch.get_float32_matmul_precision() == "high"
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert model.training
+    assert torch.equal(torch.get_rng_state(), state)
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+def test_shifts_can_be_chosen(model, text):
+    assert [row["shift"] for row in shift(model, text, shifts=[5, 0], windows=2)] == [5, 0]
+    assert shift(small_model({"name": "none"}, train_length=1), text)[-1]["length"] == 1
+
+
+def weights_by_gradient(model, tokens):
+    """Attention weights (n_layer, H, T, T) of one sequence: the gradient of each head's output by each value row.
+
+    Nothing but the projections that values come from and outputs go to is looked at, so whatever a scheme does to the
+    scores is in it.
+    """
+    c, T = model.config, tokens.shape[1]
+    group, values, outputs = c.n_head // c.n_kv_head, [], []
+
+    def keep(module, inputs, made):
+        made = made.detach().requires_grad_()
+        values.append(made)
+        return made
+
+    hooks = [block.attention.qkv.register_forward_hook(keep) for block in model.blocks]
+    hooks += [
+        block.attention.out.register_forward_pre_hook(lambda m, i: outputs.append(i[0])) for block in model.blocks
+    ]
+    with torch.enable_grad():
+        model(tokens)
+    for hook in hooks:
+        hook.remove()
+    weights = torch.zeros(c.n_layer, c.n_head, T, T, dtype=torch.float64)
+    for layer, (value, output) in enumerate(zip(values, outputs, strict=True)):
+        heads = output[0].view(T, c.n_head, c.head_dim)
+        for i in range(T):
+            picked = sum(heads[i, h, h % group] for h in range(c.n_head))  # heads that share values: a dimension each
+            gradient = torch.autograd.grad(picked, value, retain_graph=True)[0][0]
+            gradient = gradient.view(T, -1, c.head_dim)[:, c.n_head + c.n_kv_head :]  # (T, Hkv, head_dim)
+            for h in range(c.n_head):
+                weights[layer, h, i] = gradient[:, h // group, h % group]
+    return weights
+
+
+def binned(weights, edges):
+    """Mean over the pairs of each bin, one at a time: weights (windows, n_layer, H, T, T)."""
+    means = []
+    for low, high in pairwise(edges):
+        pairs = [(i, i - d) for d in range(low, high) for i in range(d, edges[-1])]
+        means.append(sum(weights[..., i, j].mean(dim=0) for i, j in pairs) / len(pairs))
+    return torch.stack(means, dim=-1)
+
+
+@pytest.mark.parametrize("pos", ALL_SCHEMES, ids=scheme_id)
+def test_attention_weights_are_those_the_model_uses(pos, monkeypatch):
+    monkeypatch.setattr(measure.probes, "BLOCK", 1)  # blocks of 16 queries
+    settings = {"scaling": {"name": "yarn", "factor": 4.0}} if pos == {"name": "rope"} else {}
+    model = small_model(pos, n_kv_head=2 if len(pos) == 1 else 4, train_length=21, **settings)
+    text = random_tokens(model, 1, 60)[0]
+    found = attention_by_distance(model, text, 21, windows=2)
+    assert found["edges"] == [0, 1, 2, 3, 4, 6, 8, 12, 16, 21]
+    assert (found["windows"], found["length"]) == (2, 21)
+    weights = torch.stack([weights_by_gradient(model, text[None, start : start + 21]) for start in (0, 39)])
+    torch.testing.assert_close(weights.sum(dim=-1), torch.ones(2, 2, 4, 21, dtype=torch.float64))
+    expected = binned(weights, found["edges"])
+    torch.testing.assert_close(torch.tensor(found["weights"], dtype=torch.float64), expected, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("length", [1, 2, 50, 64])
+def test_attention_weights_of_a_query_sum_to_1(length, monkeypatch):
+    monkeypatch.setattr(measure.probes, "BLOCK", 1)
+    model = small_model({"name": "t5"}, torch.float32)
+    found = attention_by_distance(model, random_tokens(model, 1, 90)[0], length, windows=3)
+    edges = found["edges"]
+    counts = [sum(length - d for d in range(low, high)) for low, high in pairwise(edges)]
+    assert sum(counts) == length * (length + 1) / 2
+    for layer in found["weights"]:
+        for head in layer:
+            assert sum(w * n for w, n in zip(head, counts, strict=True)) == pytest.approx(length, rel=1e-5)
+
+
+def test_the_bins_widen():
+    assert distance_edges(1) == [0, 1]
+    assert distance_edges(40) == [0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 40]
+    assert distance_edges(64) == [0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64]
+
+
+def test_windows_that_would_be_the_same_are_one(text):
+    model = small_model({"name": "none"})
+    assert attention_by_distance(model, text[:21], 20, windows=4)["windows"] == 2
+    assert attention_by_distance(model, text[:20], 20, windows=4)["windows"] == 1
+
+
+@pytest.mark.parametrize(
+    ("probe", "change", "words"),
+    [
+        (recall, {"longest": 11}, r"longest=11: must be at least 12 for string_length=5"),
+        (recall, {"longest": 44.0}, r"longest=44\.0"),
+        (recall, {"string_length": 1}, "string_length=1: .* at least 2"),
+        (recall, {"trials": 0}, "trials=0"),
+        (recall, {"batch_tokens": 0}, "batch_tokens=0"),
+        (recall, {"longest": 600}, r"window of 507 tokens .* 400"),
+        (recall, {"tokens": np.zeros((2, 50), dtype=np.int64)}, "one dimension"),
+        (recall, {"tokens": np.zeros(0, dtype=np.int64)}, "one dimension"),
+        (recall, {"tokens": np.full(50, 61)}, "token id 61"),
+        (shift, {"windows": 0}, "windows=0"),
+        (shift, {"shifts": [0, -3]}, "shifts=-3"),
+        (shift, {"shifts": [0, 2.5]}, r"shifts=2\.5"),
+        (shift, {"tokens": np.zeros(24, dtype=np.int64)}, "window of 25 tokens .* 24"),
+        (shift, {"tokens": np.zeros(50)}, "integers"),
+        (attention_by_distance, {"length": 0}, "length=0"),
+        (attention_by_distance, {"windows": 0}, "windows=0"),
+        (attention_by_distance, {"length": 401}, "window of 401 tokens .* 400"),
+        (attention_by_distance, {"tokens": np.full(50, 61)}, "token id 61"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_probes_refuse(model, text, probe, change, words):
+    given = {recall: {"longest": 44, "string_length": STRING}, shift: {}, attention_by_distance: {"length": 20}}[probe]
+    with pytest.raises(ValueError, match=words):
+        probe(model, **{"tokens": text, **given, **change})
+
+
+def test_linear_attention_has_no_weights_and_a_table_ends(text):
+    with pytest.raises(ValueError, match=r"model\.attention=linear: has no attention weights"):
+        attention_by_distance(small_model({"name": "rope"}, attention="linear"), text, 20)
+    with pytest.raises(ValueError, match="learned table, which ends at 32"):
+        attention_by_distance(small_model({"name": "learned"}), text, 33)
+
+
+def recalled(run="rope", ended=False):
+    losses = {"nll": 2.0, "stderr": 0.1, "control_nll": 5.5, "gain": 3.5, "gain_stderr": 0.2, "first_nll": 5.4}
+    rows = [{"distance": distance, **losses, "trials": 9} for distance in (16, 32, 64)]
+    if ended:
+        rows[-1] = {"distance": 64, **PAST_THE_TABLE, "trials": 0, "note": "table ends at 40"}
+    return {"run": run, "train_length": 40, "recall": rows}
+
+
+def attended(n_layer=2, n_head=3, length=64, run="rope"):
+    edges = distance_edges(length)
+    weights = np.random.default_rng(0).uniform(0, 1, (n_layer, n_head, len(edges) - 1)).tolist()
+    weights[0][0][-1] = 0.0 if length > 1 else 1.0  # as under ALiBi far away
+    return {"run": run, "train_length": 40, "attention": {"edges": edges, "weights": weights, "length": length}}
+
+
+@pytest.fixture
+def drawn(monkeypatch):
+    figures, real = [], Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda self, *a, **keys: (figures.append(self), real(self, *a, **keys)))
+    return figures
+
+
+def test_recalls_plot_has_a_curve_a_run_in_both_panels(drawn, tmp_path):
+    plot_recall([recalled(), recalled("learned", ended=True)], tmp_path / "plot.png")
+    for axes, height in zip(drawn[0].axes, (2.0, 3.5), strict=True):
+        assert axes.get_xscale() == "log"
+        curves = [container.lines[0].get_xydata().tolist() for container in axes.containers]
+        assert curves == [[[d, height] for d in (16, 32, 64)], [[d, height] for d in (16, 32)]]
+        assert any(line.get_linestyle() == "--" and set(line.get_xdata()) == {40} for line in axes.lines)
+    dotted = [list(line.get_ydata()) for line in drawn[0].axes[0].lines if line.get_linestyle() == ":"]
+    assert dotted == [[5.5] * 3, [5.5] * 2]
+    labels = [text.get_text().strip("\u200b") for text in drawn[0].axes[1].get_legend().get_texts()]
+    assert labels == ["rope", "learned (table ends at 40)", "control: another first copy"]
+
+
+def test_attentions_plot_has_a_row_a_head_and_a_line_at_the_training_length(drawn, tmp_path):
+    plot_attention(attended(), tmp_path / "plot.png")
+    axes = drawn[0].axes[0]
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["0.0", "0.1", "0.2", "1.0", "1.1", "1.2"]
+    assert [label.get_text() for label in axes.get_xticklabels()][-3:] == ["24–31", "32–47", "48–63"]
+    cells = axes.collections[0].get_array()
+    assert cells.shape == (6, 12)
+    assert cells.flatten()[4 * 12 + 3] == attended()["attention"]["weights"][1][1][3]
+    assert cells.min() == 1e-6
+    dashed = [line.get_xdata() for line in axes.lines if line.get_linestyle() == "--"]
+    assert dashed == [[10.5, 10.5]]  # halfway through 32 to 47
+
+
+@pytest.mark.parametrize(
+    ("plot", "data"),
+    [
+        (plot_recall, [recalled("cost$\\alp$")]),
+        (plot_recall, [recalled(f"_run {i}") for i in range(9)]),
+        (plot_recall, [{**recalled(), "recall": recalled(ended=True)["recall"][-1:]}]),
+        (plot_attention, attended(12, 12, 1024)),
+        (plot_attention, attended(1, 1, 1, run="a_b$^{x")),
+    ],
+    ids=["formula", "many", "table too short", "large", "one"],
+)
+@pytest.mark.parametrize("suffix", ["png", "svg"])
+def test_anything_can_be_drawn(plot, data, suffix, tmp_path):
+    path = tmp_path / f"plot.{suffix}"
+    plot(data, path)
+    if suffix == "png":
+        with Image.open(path) as image:
+            assert min(image.size) > 300
+    else:
+        assert b"<svg" in path.read_bytes()[:1000]
+    assert [*tmp_path.iterdir()] == [path]
+    with pytest.raises(ValueError, match=r"plot\.jpg: must end in \.png or \.svg"):
+        plot(data, tmp_path / "plot.jpg")
