@@ -37,9 +37,9 @@ def plot_recall(results: list[dict], path: Path) -> None:
         axes.set_xlabel("tokens from copy to copy")
     left.set(ylabel="nats a token")
     left.set_title("loss on the second copy of a random string", fontsize=11)
-    right.set_title("gain over another string as the first copy", fontsize=11)
+    right.set_title("what the first copy gains: control − loss", fontsize=11)
     right.axhline(0, color="#777777", linewidth=1, zorder=0)
-    control = Line2D([], [], color="#555555", linestyle=":", linewidth=1), "another first copy"
+    control = Line2D([], [], color="#555555", linestyle=":", linewidth=1), "control: another first copy"
     legend(figure, right, beside, [control])
     save(figure, path)
 

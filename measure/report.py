@@ -43,6 +43,12 @@ PAGE = """<!doctype html>
 </html>
 """
 
+# Of the probes' rows, the values to average over seeds, and where their errors are.
+AVERAGED = {
+    "recall": {"nll": "stderr", "control_nll": "control_stderr", "gain": "gain_stderr"},
+    "shift": {"difference": "stderr", "mean_change": "mean_change_spread"},
+}
+
 
 @dataclass
 class Report:
@@ -76,10 +82,16 @@ class Report:
                 if table:
                     title = ": ".join(part for part in (f"{protocol} windows", table.title) if part)
                     found.append(Table(title, table.header, table.rows, table.note))
-        probed = lambda name: [result for result in self.results if name in result]  # noqa: E731
-        found += [tables.recall(probed("recall"))] if probed("recall") else []
-        found += [tables.shift(probed("shift"))] if probed("shift") else []
+        if recalled := self._probed("recall"):
+            found.append(tables.recall(recalled))
+        if shifted := self._probed("shift"):
+            found.append(tables.shift(shifted))
         return found
+
+    def _probed(self, name: str) -> list[dict]:
+        """A probe's rows of each model that has them, averaged over its seeds."""
+        groups = next(iter(self.protocols.values()))
+        return [rows for group in groups if (rows := group.probe(name, AVERAGED[name]))]
 
     def _of_one(self, groups: list[Group]) -> Table:
         return tables.one_model(groups[0].first)
@@ -140,8 +152,7 @@ class Report:
     def _other_figures(self) -> dict[str, Any]:
         with_positions = [g for groups in self.protocols.values() for g in groups if g.first.get("by_position")]
         figures = {"by_position": lambda path: plots.plot_positions(with_positions, path)} if with_positions else {}
-        recalled = [result for result in self.results if "recall" in result]
-        if recalled:
+        if recalled := self._probed("recall"):
             figures["recall"] = lambda path: probe_plots.plot_recall(recalled, path)
         for result in self.results:
             if "attention" in result:

@@ -209,6 +209,22 @@ class Group:
                 row[f"{key}_error"] = relative * scale[key] if rows[0]["nll"] else None
         return row
 
+    def probe(self, name: str, averaged: dict[str, str]) -> dict | None:
+        """A probe's rows, averaged over seeds; None where it was not made.
+
+        averaged: the names of values and of their errors, which with several seeds are the spread over them.
+        """
+        probed = [member.result[name] for member in self.members if name in member.result]
+        if not probed:
+            return None
+        rows = []
+        for same in zip(*probed, strict=True):
+            rows.append(dict(same[0]))
+            for value, error in averaged.items():
+                if len(same) > 1 and None not in (values := [row[value] for row in same]):
+                    rows[-1][value], rows[-1][error] = mean_and_spread(values)
+        return {"run": self.label, "train_length": self.first["train_length"], name: rows}
+
     def against(self, other: "Group", length: int, other_length: int | None = None) -> dict | None:
         """paired, over the seeds that both have; None where there is none, or no common tokens."""
         other_length = other_length or length

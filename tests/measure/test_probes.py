@@ -13,7 +13,7 @@ import measure.probes
 from measure.probe_plots import plot_attention, plot_recall
 from measure.probes import attention_by_distance, recall, shift
 from measure.protocols import widening_edges
-from model.positions import SCHEMES
+from model.positions import SCHEMES, PositionScheme
 from tests.helpers import ALL_SCHEMES, random_tokens, scheme_id, small_model
 
 STRING = 5
@@ -188,7 +188,7 @@ def test_shift_moves_only_schemes_of_absolute_positions(pos, attention):
     rows = shift(model, random_tokens(model, 1, 300)[0], windows=5)
     assert rows[0]["max_change"] == rows[0]["difference"] == rows[0]["stderr"] == 0
     for row in rows[1:]:
-        if pos["name"] in ("learned", "sinusoidal"):
+        if SCHEMES[pos["name"]].embed is not PositionScheme.embed:
             assert row["nll"] is None or row["max_change"] > 0.01
         else:
             assert row["max_change"] < 1e-4
@@ -201,7 +201,11 @@ def test_shift_measures_in_full_precision_and_leaves_no_trace(text):
     torch.set_float32_matmul_precision("high")
     try:
         with torch.autocast("cpu", torch.bfloat16):
+            precisions = []
+            hook = model.register_forward_hook(lambda *_: precisions.append(torch.get_float32_matmul_precision()))
             assert shift(model, text) == plain
+            hook.remove()
+            assert set(precisions) == {"highest"}
             attention_by_distance(model, text, 20)
             recall(model, text, 31)
             assert torch.is_autocast_enabled("cpu")
@@ -370,7 +374,7 @@ def test_recalls_plot_has_a_curve_a_run_in_both_panels(drawn, tmp_path):
     dotted = [list(line.get_ydata()) for line in drawn[0].axes[0].lines if line.get_linestyle() == ":"]
     assert dotted == [[5.5] * 3, [5.5] * 2]
     labels = [text.get_text().strip("\u200b") for text in drawn[0].axes[1].get_legend().get_texts()]
-    assert labels == ["rope", "learned (table ends at 40)", "another first copy"]
+    assert labels == ["rope", "learned (table ends at 40)", "control: another first copy"]
 
 
 def test_attentions_plot_has_a_row_a_head_and_a_line_at_the_training_length(drawn, tmp_path):
