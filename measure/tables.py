@@ -71,13 +71,29 @@ def with_error(row: dict) -> str:
     return digits(row["perplexity"], None if row["stderr"] is None else row["perplexity"] * row["stderr"])
 
 
-def with_interval(value: float, low: float | None, high: float | None, signed: bool = False) -> str:
-    """`1.19 [1.16, 1.22]`, to two digits of the interval's half."""
-    sign = "+" if signed else ""
-    if low is None or high is None or not math.isfinite(high - low) or high <= low:
-        return f"{value:{sign}.3g}"
+def ratio(pair: dict | None) -> str:
+    """A paired difference as a ratio of perplexities, `1.19 [1.16, 1.22]`: two digits of the interval's half."""
+    if pair is None:
+        return NOTHING
+    value = exp(pair["difference"])
+    if pair["low"] is None or pair["low"] == pair["high"]:
+        return f"{value:.3g}"
+    low, high = exp(pair["low"]), exp(pair["high"])
+    if not math.isfinite(high - low):
+        return f"{value:.3g}"
     n = places((high - low) / 2)
-    return f"{value:{sign}.{n}f} [{low:{sign}.{n}f}, {high:{sign}.{n}f}]".replace("-", "−")
+    return f"{value:.{n}f} [{low:.{n}f}, {high:.{n}f}]"
+
+
+def difference(pair: dict | None) -> str:
+    """A paired difference with the half of its 95 % interval, and its spread over seeds in brackets."""
+    if pair is None:
+        return NOTHING
+    margin = None if pair["low"] is None else (pair["high"] - pair["low"]) / 2
+    text = digits(pair["difference"], margin)
+    text = text if text.startswith("-") else f"+{text}"
+    spread = "" if pair["spread"] is None else f" ({pair['spread']:.2g})"
+    return (text + spread).replace("-", "−")
 
 
 def one_model(result: dict) -> Table:
@@ -90,11 +106,8 @@ def one_model(result: dict) -> Table:
         bits, pair = row.get("bits_per_byte"), row.get("against_train_length")
         relative = row["stderr"] / row["nll"] if row["stderr"] and row["nll"] else None
         bits = "" if bits is None else digits(bits, relative and bits * relative, show_error=False)
-        ratio = "1" if row["length"] == train_length else ""
-        if pair:
-            low, high = (None if pair[end] is None else exp(pair[end]) for end in ("low", "high"))
-            ratio = with_interval(exp(pair["difference"]), low, high)
-        lines.append([str(row["length"]), with_error(row), bits, ratio, f"{row['scored']:,}"])
+        to_train = "1" if row["length"] == train_length else ratio(pair)
+        lines.append([str(row["length"]), with_error(row), bits, to_train, f"{row['scored']:,}"])
     header = ["length", "perplexity", "bits/byte", f"÷ at {train_length} [95 %]", "scored"]
     return Table("", header, lines)
 
@@ -142,7 +155,7 @@ def against_train_length(groups: Sequence[Group]) -> Table | None:
         base = group.first["train_length"]
         pairs = {length: group.against(group, length, base) for length in _lengths(groups) if length != base}
         if any(pairs.values()):
-            shown = [_ratio(pairs.get(length)) if length != base else "1" for length in _lengths(groups)]
+            shown = [ratio(pairs.get(length)) if length != base else "1" for length in _lengths(groups)]
             lines.append([*cells(group), *shown])
     if not lines:
         return None
@@ -150,35 +163,20 @@ def against_train_length(groups: Sequence[Group]) -> Table | None:
     return Table(title, [*header, *map(str, _lengths(groups))], lines)
 
 
-def _ratio(pair: dict | None) -> str:
-    if pair is None:
-        return NOTHING
-    low, high = (None if pair[end] is None else exp(pair[end]) for end in ("low", "high"))
-    return with_interval(exp(pair["difference"]), low, high)
-
-
 def against(groups: Sequence[Group], reference: Group) -> Table | None:
     """Each model's nats a token minus the reference's, at each length on the same tokens."""
     header, cells = _label_columns(groups)
-    lines, several = [], False
+    lines = []
     for group in groups:
-        if group is reference:
-            continue
-        line, pairs = cells(group), [group.against(reference, length) for length in _lengths(groups)]
-        for pair in pairs:
-            text = NOTHING
-            if pair:
-                text = with_interval(pair["difference"], pair["low"], pair["high"], signed=True)
-            if pair and pair["spread"] is not None:
-                several = True
-                text += f" ({pair['spread']:.2g})"
-            line.append(text)
-        if any(pairs):
-            lines.append(line)
+        pairs = [group.against(reference, length) for length in _lengths(groups)]
+        if group is not reference and any(pairs):
+            lines.append([*cells(group), *map(difference, pairs)])
     if not lines:
         return None
-    title = f"nats a token minus those of {reference.label}, on the same tokens [95 %]"
-    note = "in brackets: standard deviation of the difference over seeds" if several else ""
+    title = f"nats a token minus those of {reference.label}, on the same tokens"
+    note = "±: half of the 95 % interval" + (
+        "; in brackets: standard deviation over seeds" if "seeds" in header else ""
+    )
     return Table(title, [*header, *map(str, _lengths(groups))], lines, note)
 
 

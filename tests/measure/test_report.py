@@ -15,7 +15,7 @@ from measure.plots import plot_lengths, plot_positions
 from measure.protocols import Scored, cut, no_row, stretches
 from measure.report import Report, comparability
 from measure.results import Measurement, paired
-from measure.tables import Table, digits, settings_apart, with_error, with_interval
+from measure.tables import Table, difference, digits, ratio, settings_apart, with_error
 
 LENGTHS = (256, 512)
 
@@ -58,10 +58,15 @@ def test_no_more_digits_than_the_error_allows(perplexity, stderr, text):
 
 
 def test_intervals_show_two_digits_of_their_half():
-    assert with_interval(1.1912, 1.1634, 1.2198) == "1.191 [1.163, 1.220]"
-    assert with_interval(-0.5, -0.7, -0.3, signed=True) == "−0.50 [−0.70, −0.30]"
-    assert with_interval(0.5, None, None, signed=True) == "+0.5"
-    assert with_interval(0.0, 0.0, 0.0) == "0"
+    pair = {"difference": math.log(1.1912), "low": math.log(1.1634), "high": math.log(1.2198), "spread": None}
+    assert ratio(pair) == "1.191 [1.163, 1.220]"
+    assert ratio({**pair, "low": None, "high": None}) == "1.19"
+    assert ratio({"difference": 900.0, "low": 800.0, "high": 1000.0, "spread": None}) == "inf"
+    pair = {"difference": -0.5, "low": -0.7, "high": -0.3, "spread": 0.0123}
+    assert difference(pair) == "−0.50 ± 0.20 (0.012)"
+    assert difference({"difference": 0.5, "low": None, "high": None, "spread": None}) == "+0.5"
+    assert difference({"difference": 0.0, "low": 0.0, "high": 0.0, "spread": None}) == "+0"
+    assert (ratio(None), difference(None)) == ("–", "–")
     assert digits(12.345, 0.5, show_error=False) == "12.35"
 
 
