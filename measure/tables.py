@@ -76,10 +76,8 @@ def ratio(pair: dict | None) -> str:
     if pair is None:
         return NOTHING
     value = exp(pair["difference"])
-    if pair["low"] is None or pair["low"] == pair["high"]:
-        return f"{value:.3g}"
-    low, high = exp(pair["low"]), exp(pair["high"])
-    if not math.isfinite(high - low):
+    low, high = (math.nan if pair[end] is None else exp(pair[end]) for end in ("low", "high"))
+    if not 0 < high - low < math.inf:
         return f"{value:.3g}"
     n = places((high - low) / 2)
     return f"{value:.{n}f} [{low:.{n}f}, {high:.{n}f}]"
