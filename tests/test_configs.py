@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 import data.corpora
 import runs
 from data import DataConfig
-from eval import EvalConfig
+from eval import EvalConfig, default_lengths
 from model import GPT, GPTConfig
 from model.positions import SCHEMES
 from model.scaling import SCALINGS, complete_scaling
@@ -158,3 +158,20 @@ def test_new_runs_never_share_a_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert not Path(runs._run_dir(None, "a")).is_relative_to("outputs")
+
+
+def test_the_study_sweeps_every_scheme():
+    swept = OmegaConf.load(CONFIGS / "experiment" / "train_short_test_long.yaml").hydra.sweeper.params
+    assert set(swept.pos.split(",")) == set(SCHEMES)
+    assert swept.seed == "0,1,2"
+
+
+def test_the_comparison_with_press_et_al_has_their_lengths():
+    config = composed("experiment=press2021")
+    assert default_lengths(config.model.train_length, config.val.multiples) == [512, 612, 712, 1012, 1512, 2512, 5512]
+    assert (config.model.n_layer, config.model.n_head, config.data.name, config.tokenizer.name) == (
+        12,
+        12,
+        "wikitext103",
+        "gpt2",
+    )
