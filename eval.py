@@ -236,7 +236,7 @@ def probe(task: Task, config: DictConfig, longest: int, device: torch.device, pr
         try:
             with runs.autocast(device, precision):
                 found[name] = PROBES[name](model, tokens, longest)
-        except ValueError as error:  # a table that ends, or attention that has no weights
+        except ValueError as error:  # a text or lengths too short for it, or attention that has no weights
             log.warning("note: %s of %s: %s", name, task.label, error)
     return found
 
@@ -244,7 +244,9 @@ def probe(task: Task, config: DictConfig, longest: int, device: torch.device, pr
 PROBES = {
     "recall": probes.recall,
     "shift": lambda model, tokens, longest: probes.shift(model, tokens),
-    "attention": probes.attention_by_distance,
+    "attention": lambda model, tokens, longest: probes.attention_by_distance(
+        model, tokens, min(longest, model.pos.max_length or longest)
+    ),
 }
 
 
@@ -274,7 +276,7 @@ def log_measurements(task: Task, found: list[Measurement], report: Report, wandb
     for row in found[0].result.get("by_position", []):
         values = {f"by_position/nll{stretched}": row["nll"], f"by_position/stderr{stretched}": row["stderr"]}
         wandb_run.log({"by_position/position": row["to"], **values})
-    pairs += [pair for pair in report.paired() if pair["model"] == report.labels[task.key]]
+    pairs += [pair for pair in report.paired if pair["model"] == report.labels[task.key]]
     columns = ["protocol", "length", "reference", "difference", "low", "high", "clusters"]
     wandb_run.table(f"paired{stretched}", columns, [[pair[column] for column in columns] for pair in pairs])
 
@@ -318,7 +320,7 @@ def evaluate_runs(config: DictConfig) -> list[dict]:
         first.result.update(probe(task, config, max(lengths), device, precision))
     everything = [measurement for of_task in by_task for measurement in of_task]
     notes = comparability([m.result for m in everything])
-    commands = [*dict.fromkeys(run.origin["command"] for run in found), shlex.join(sys.argv)]
+    commands = [*dict.fromkeys(str(run.origin.get("command", "?")) for run in found), shlex.join(sys.argv)]
     settings = {run.name: OmegaConf.to_container(run.settings) for run in found}
     report = Report(everything, config.reference, config.sort, notes, skipped, commands, settings)
     print(report.text())

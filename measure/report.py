@@ -5,6 +5,7 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -106,6 +107,7 @@ class Report:
             return made
         return [made[0].sorted(self.sort), *(t and t.sorted(self.sort) for t in made[1:])]
 
+    @cached_property
     def paired(self) -> list[dict]:
         """Every model against the reference, at every length on the same tokens."""
         found = []
@@ -132,7 +134,7 @@ class Report:
             for g in of_protocol
         ]
         about = {"commands": list(self.commands), "notes": list(self.notes), "skipped": list(self.skipped)}
-        return finite({**about, "results": self.results, "groups": groups, "paired": self.paired()})
+        return finite({**about, "results": self.results, "groups": groups, "paired": self.paired})
 
     def write(self, folder: Path, html: bool = True) -> None:
         """extrapolation.json and extrapolation.png; with html also the SVG, the other plots and report.html."""

@@ -114,8 +114,8 @@ def test_tables_are_sorted_by_any_column():
 
 def test_the_reference_can_be_chosen():
     runs = [measurement("a", (1.0, 1.0)), measurement("b", (2.0, 2.0))]
-    assert Report(runs).paired()[0]["difference"] == pytest.approx(1.0)
-    assert Report(runs, reference="b").paired()[0]["difference"] == pytest.approx(-1.0)
+    assert Report(runs).paired[0]["difference"] == pytest.approx(1.0)
+    assert Report(runs, reference="b").paired[0]["difference"] == pytest.approx(-1.0)
 
 
 def test_settings_that_differ_are_shown():
