@@ -5,6 +5,7 @@
     python eval.py protocol=both lengths=[256,512,1024]             the two ways of cutting a text into windows
     python eval.py runs=[outputs/a] scalings=[none,ntk,yarn]        every run under every frequency scaling that fits
     python eval.py recall=true shift=true attention=true            probes beside perplexity
+    python eval.py task=sample prompt="def " tokens=200             text from the latest run, as it is decoded
 
 What is measured is kept: an interrupted command, given again, goes on where it stopped. measure/ does the measuring.
 """
@@ -12,8 +13,10 @@ What is measured is kept: an interrupted command, given again, goes on where it 
 import contextlib
 import glob
 import logging
+import re
 import shlex
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
@@ -38,6 +41,7 @@ from model.checkpoint import latest_checkpoint, load_weights, read_config
 from model.config import GPTConfig
 from model.positions import SCHEMES
 from model.registry import lookup
+from model.sampling import continuations
 from model.scaling import SCALINGS
 
 __all__ = ["evaluate_lengths"]  # also for scripts and notebooks
@@ -56,6 +60,7 @@ class WandbMode:
 class EvalConfig:
     """Types of eval.py's settings; configs/eval.yaml has the values and says what they mean."""
 
+    task: str = "measure"
     runs: Any = None
     root: str = "outputs"
     protocol: str = "sliding"
@@ -75,6 +80,12 @@ class EvalConfig:
     device: str = "auto"
     precision: str = "auto"
     out: str | None = None
+    prompt: Any = ""
+    tokens: int = 200
+    temperature: float = 0.8
+    top_k: int | None = None
+    top_p: float | None = None
+    seed: int = 0
     wandb: WandbMode = field(default_factory=WandbMode)
 
 
@@ -348,15 +359,78 @@ def _wandb(run: Run, mode: str) -> Iterator[runs.WandbRun]:
     wandb_run.finish(failed=False)
 
 
+def sample_text(config: DictConfig) -> list[str]:
+    """Continue the prompts with one run's model; a single one is shown as it is decoded. Returns the whole texts."""
+    prompt = OmegaConf.to_container(config, resolve=True)["prompt"]  # text: a ${ in it is not read a second time
+    config = runs.checked(OmegaConf.merge(config, {"prompt": ""}), EvalConfig)
+    runs.require(config, {"tokens": 1, "seed": 0, "temperature": 0})
+    device = runs.pick_device(config.device)
+    precision = runs.pick_precision(config.precision, device)
+    folders = _folders(config)
+    if len(folders) > 1:
+        raise ValueError(f"runs={config.runs}: task=sample takes one run")
+    settings, _ = runs.read_run(folders[0])
+    if config.scalings is not None:
+        raise ValueError("scalings= and task=sample: a text has one; use scaling=")
+    (scaling,) = scalings_of(config)
+    tokenizer = get_tokenizer(settings.tokenizer.name)
+    model = load_weights(latest_checkpoint(folders[0]), device, scaling)
+    given = [str(one) for one in prompt] if isinstance(prompt, list) else [str(prompt)]
+    # Nothing to continue is a document's beginning, which in training follows another one's end.
+    ids = [encoded or [tokenizer.end_of_document] for encoded in tokenizer.encode(given)]
+    prompts, new = [torch.tensor(one) for one in ids], [[] for _ in ids]
+    drawing = {key: config[key] for key in ("temperature", "top_k", "top_p", "seed")}
+    shown, start = len(given[0]) if len(given) == 1 else 0, time.perf_counter()
+    if len(given) == 1:
+        print(given[0], end="", flush=True)
+    with runs.autocast(device, precision):
+        for drawn in continuations(model, prompts, config.tokens, stop=tokenizer.end_of_document, **drawing):
+            for row, token in drawn.items():
+                new[row].append(token)
+            if len(given) == 1:
+                text = given[0] + tokenizer.decode(new[0])
+                whole = len(text.rstrip("\ufffd"))  # the bytes of a character may come one by one
+                print(text[shown:whole], end="", flush=True)
+                shown = max(shown, whole)
+    count, seconds = sum(map(len, new)), time.perf_counter() - start
+    texts = [prompt + tokenizer.decode(one) for prompt, one in zip(given, new, strict=True)]
+    print(texts[0][shown:] if len(given) == 1 else "\n\n".join(texts))
+    log.info(
+        "%d tokens in %.2f s: %.0f tokens/s, %s on %s in %s",
+        count,
+        seconds,
+        count / seconds,
+        settings.name,
+        device,
+        precision,
+    )
+    return texts
+
+
+def hydra_string(value: str) -> str:
+    """A shell's word as a string that Hydra reads back as it is: `def f(x):` is text, not one of its expressions."""
+    escaped = re.sub(r'(\\*)"', r'\1\1\\"', value)
+    escaped = re.sub(r"(\\+)$", r"\1\1", escaped).replace("${", "\\${")
+    return f'"{escaped}"'
+
+
+TASKS = {"measure": evaluate_runs, "sample": sample_text}
+
+
 @hydra.main(version_base="1.3", config_path="configs", config_name="eval")
 def main(config: DictConfig) -> None:
     with runs.clear_errors():
+        if config.task not in TASKS:
+            raise ValueError(f"task={config.task!r}: use {' or '.join(TASKS)}")
         try:
-            evaluate_runs(config)
+            TASKS[config.task](config)
         except KeyboardInterrupt:
             log.warning("interrupted; what was measured is kept, and the same command goes on from there")
             raise SystemExit(130) from None
 
 
 if __name__ == "__main__":
+    for i, word in enumerate(sys.argv):
+        if re.match("prompt=(?![\"'[])", word):
+            sys.argv[i] = f"prompt={hydra_string(word.removeprefix('prompt='))}"
     main()

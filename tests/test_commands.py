@@ -8,6 +8,8 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
+from data import get_tokenizer
+from model import load_run
 from tests.trained import TINY, command, metrics, records, run, weights
 from train import Trainer
 
@@ -109,3 +111,49 @@ def test_two_processes_train_what_one_trains(corpus, tmp_path):
     done = command("train.py", "-m", *settings, "seed=1,2", cwd=tmp_path, launcher=torchrun)
     assert done.returncode == 0, done.stderr
     assert len(list(tmp_path.glob("outputs/*/extrapolation.json"))) == 3
+
+
+def test_sampling_streams_what_the_model_says(two_runs, tmp_path):
+    """Greedy text from the command is GPT.generate's; any text can be a prompt; prompts in one batch are as alone."""
+    settings = [
+        "task=sample",
+        f"runs={two_runs / 'rope'}",
+        "tokens=40",
+        "temperature=0",
+        "precision=fp32",
+        "device=cpu",
+    ]
+    odd = 'f(x): ${y} = {"a": [1,\\n]} \\'
+    shown = {}
+    for prompt in ("document 1", odd, ""):
+        done = command("eval.py", *settings, f"prompt={prompt}", cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        text, _, last = done.stdout.removesuffix("\n").rpartition("\n")
+        assert re.fullmatch(r"\d+ tokens in [\d.]+ s: \d+ tokens/s, rope_16_seed0 on cpu in fp32", last)
+        shown[prompt] = text
+    model, tokenizer = load_run(two_runs / "rope"), get_tokenizer("bytes")
+    for prompt, text in shown.items():
+        ids = tokenizer.encode([prompt])[0] or [tokenizer.end_of_document]
+        new = model.generate(torch.tensor([ids]), 40)[0, len(ids) :].tolist()  # 16 positions were trained
+        if tokenizer.end_of_document in new:
+            new = new[: new.index(tokenizer.end_of_document) + 1]
+        assert text == prompt + tokenizer.decode(new)
+    both = command("eval.py", *settings, "prompt=['document 1','']", cwd=tmp_path)
+    assert both.stdout.startswith("\n\n".join([shown["document 1"], shown[""]]))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_sampling_refuses(two_runs, tmp_path):
+    for settings, words in (
+        (["tokens=0"], "tokens=0"),
+        (["temperature=-1"], "temperature=-1"),
+        (["top_k=0"], "top_k=0"),
+        (["scalings=[yarn]"], "scalings= and task=sample"),
+        ([f"runs=[{two_runs / 'rope'},{two_runs / 'learned'}]"], "takes one run"),
+        ([f"runs={two_runs / 'learned'}", "prompt=longer than the table"], "past the learned table"),
+        (["task=sing"], "use measure or sample"),
+    ):
+        done = command("eval.py", "task=sample", f"runs={two_runs / 'rope'}", *settings, cwd=tmp_path)
+        assert done.returncode == 1
+        assert words in done.stderr
+        assert "Traceback" not in done.stderr
