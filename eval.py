@@ -433,4 +433,5 @@ if __name__ == "__main__":
     for i, word in enumerate(sys.argv):
         if re.match("prompt=(?![\"'[])", word):
             sys.argv[i] = f"prompt={hydra_string(word.removeprefix('prompt='))}"
-    main()
+    with runs.entry(EvalConfig):
+        main()

@@ -2,6 +2,7 @@
 
 import atexit
 import contextlib
+import difflib
 import json
 import logging
 import math
@@ -13,6 +14,7 @@ import shlex
 import shutil
 import sys
 import tempfile
+import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
@@ -31,6 +33,8 @@ from measure.statistics import finite
 from model.checkpoint import write_file
 
 log = logging.getLogger("ropewalk")
+
+CONFIGS = Path(__file__).parent / "configs"
 
 
 @dataclass
@@ -120,6 +124,7 @@ def _run_dir(resume: str | None, name: str) -> str:
 
 RESOLVERS = {  # the functions that the YAML files call by name; the only ones
     "machine": machine,
+    "choices": lambda group: ", ".join(sorted(path.stem for path in (CONFIGS / group).glob("*.yaml"))),
     "by_preset": lambda cpu, gpu, *, _root_: {"cpu": cpu, "gpu": gpu}[_root_.get("preset") or machine()],
     "run_dir": _run_dir,
     "run_subdir": lambda resume, name: os.path.relpath(_run_dir(resume, name), "outputs"),
@@ -162,6 +167,45 @@ def clear_errors(folder: Path | None = None) -> Iterator[None]:
             raise
         where = f"\n(traceback in {folder / 'train.log'})" if folder else ""
         raise CompactHydraException(f"error: {error}{where}") from error
+
+
+@contextlib.contextmanager
+def entry(schema: type) -> Iterator[None]:
+    """Around a command: where Hydra ends it with an error, say what a misspelt setting may have meant."""
+    # Launchers that start processes of their own, such as submitit's, find the modules of this checkout.
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(CONFIGS.parent), os.environ.get("PYTHONPATH"))))
+    try:
+        yield
+    except SystemExit as end:
+        if end.code:
+            for line in meant(sys.argv[1:], schema):
+                print(line, file=sys.stderr)
+        raise
+
+
+def meant(words: list[str], schema: type) -> Iterator[str]:
+    """A line for each setting of the command line, or choice of a group, that is not known but nearly is."""
+    groups: dict[str, list[str]] = {}
+    known = set(_flat(OmegaConf.structured(schema)))
+    for path in CONFIGS.glob("*/*.yaml"):
+        groups.setdefault(path.parent.name, []).append(path.stem)
+        known |= {f"{path.parent.name}.{key}" for key in OmegaConf.load(path)}
+    for word in words:
+        key, _, value = word.lstrip("+~").partition("=")
+        if key in groups:
+            near = [] if value in groups[key] else difflib.get_close_matches(value, groups[key], 1)
+            near = [f"{key}={choice}" for choice in near]
+        else:
+            near = [] if key in known else difflib.get_close_matches(key, [*known, *groups], 1, cutoff=0.75)
+        yield from (f"{word}: did you mean {name}?" for name in near)
+
+
+def _flat(config: DictConfig, prefix: str = "") -> Iterator[str]:
+    for key in config:
+        name = f"{prefix}{key}"
+        yield name
+        if not OmegaConf.is_missing(config, key) and isinstance(config[key], DictConfig):
+            yield from _flat(config[key], f"{name}.")
 
 
 def pick_device(name: str, local_rank: int = 0) -> torch.device:
@@ -382,6 +426,13 @@ def wandb_mode(mode: str) -> str:
     if mode == "online" and not _logged_in():
         raise ValueError("wandb.mode=online: not logged in; run `wandb login`, or use wandb.mode=offline")
     return mode
+
+
+def new_wandb_id() -> str:
+    """An id for a new wandb run; in a wandb sweep its agent has given one."""
+    if os.environ.get("WANDB_SWEEP_ID") and os.environ.get("WANDB_RUN_ID"):
+        return os.environ["WANDB_RUN_ID"]
+    return uuid.uuid4().hex[:8]
 
 
 def wandb_identity(config: DictConfig) -> dict:

@@ -10,7 +10,6 @@ import contextlib
 import logging
 import math
 import time
-import uuid
 from dataclasses import asdict
 from pathlib import Path
 
@@ -172,7 +171,7 @@ class Trainer:
             self.scaler.load_state_dict(state["scaler"])
         self.wandb_id = state.get("wandb_id")
         if self.wandb_id is None and runs.wandb_mode(config.wandb.mode) != "disabled":
-            self.wandb_id = uuid.uuid4().hex[:8]
+            self.wandb_id = runs.new_wandb_id()
 
         compiled = t.compile if t.compile != "auto" else self.device.type == "cuda"
         self.forward = torch.compile(self.model) if compiled else self.model
@@ -409,5 +408,5 @@ def main(config: DictConfig) -> float:
 
 
 if __name__ == "__main__":
-    with runs.all_jobs():
+    with runs.entry(runs.TrainConfig), runs.all_jobs():
         main()

@@ -1,5 +1,6 @@
 """Names to things: position schemes and frequency scalings are looked up here, never imported by a configured path."""
 
+import difflib
 import inspect
 from collections.abc import Callable
 
@@ -14,7 +15,9 @@ def lookup(group: str, registry: dict[str, Callable], given: dict) -> tuple[str,
         raise ValueError(f"{group}={given!r}: must be a mapping with a name out of {', '.join(registry)}")
     name = given["name"]
     if not isinstance(name, str) or name not in registry:
-        raise ValueError(f"{group}={name!r}: known names are {', '.join(registry)}")
+        near = difflib.get_close_matches(str(name), registry, 1)
+        meant = f" (did you mean {near[0]}?)" if near else ""
+        raise ValueError(f"{group}={name!r}: known names are {', '.join(registry)}{meant}")
     parameters = inspect.signature(registry[name]).parameters.values()
     known = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
     for key in given:

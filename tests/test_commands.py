@@ -9,8 +9,10 @@ import torch
 from omegaconf import OmegaConf
 
 from data import get_tokenizer
+from eval import EvalConfig
 from model import load_run
-from tests.trained import TINY, command, metrics, records, run, weights
+from runs import CONFIGS, TrainConfig, meant, new_wandb_id
+from tests.trained import TINY, command, composed, metrics, records, run, same, weights
 from train import Trainer
 
 
@@ -157,3 +159,77 @@ def test_sampling_refuses(two_runs, tmp_path):
         assert done.returncode == 1
         assert words in done.stderr
         assert "Traceback" not in done.stderr
+
+
+def test_help_names_every_group_and_every_setting_it_shows_is_one(tmp_path):
+    for script, schema in (("train.py", TrainConfig), ("eval.py", EvalConfig)):
+        shown = command(script, "--help", cwd=tmp_path)
+        assert shown.returncode == 0, shown.stderr
+        assert max(map(len, shown.stdout.splitlines())) <= 120
+        settings = re.findall(r"(?<![\w'.-])([a-z_]+(?:\.[a-z_]+)*)=", shown.stdout)
+        assert len(set(settings)) >= 10
+        assert not [line for name in settings for line in meant([f"{name}=x"], schema) if "." in name]
+    groups = {path.name for path in CONFIGS.iterdir() if path.is_dir()}
+    text = command("train.py", "--help", cwd=tmp_path).stdout
+    assert groups == {line.split()[0] for line in text.splitlines() if re.match("  [a-z]+ +[a-z]", line)} & groups
+    for group in groups:
+        for choice in (CONFIGS / group).glob("*.yaml"):
+            assert re.search(rf"\b{choice.stem}\b", text)
+
+
+@pytest.mark.parametrize(
+    ("script", "word", "name"),
+    [
+        ("train.py", "train.max_step=5", "train.max_steps"),
+        ("train.py", "pos=ropee", "pos=rope"),
+        ("train.py", "pos.bse=5", "pos.base"),
+        ("train.py", "+modl.n_layer=2", "model.n_layer"),
+        ("eval.py", "protocl=sliding", "protocol"),
+    ],
+)
+def test_a_misspelt_setting_is_met_with_the_nearest_one(script, word, name, tmp_path):
+    done = command(script, word, cwd=tmp_path)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == f"{word}: did you mean {name}?"
+    assert "Traceback" not in done.stderr
+
+
+def test_sweeps_in_parallel_processes_train_what_one_process_trains(corpus, tmp_path):
+    pytest.importorskip("hydra_plugins.hydra_joblib_launcher", reason="hydra-joblib-launcher is not installed")
+    settings = [*TINY, *corpus, "pos=rope,none", "name=${pos.name}"]
+    for launcher in ("basic", "joblib"):
+        done = command("train.py", "-m", f"hydra/launcher={launcher}", *settings, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+    for pos in ("rope", "none"):
+        one, other = sorted(tmp_path.glob(f"outputs/*_{pos}"))
+        assert same(weights(one), weights(other))
+        assert metrics(one) == metrics(other)
+
+
+def test_optuna_gets_the_validation_loss(corpus, tmp_path):
+    pytest.importorskip("hydra_plugins.hydra_optuna_sweeper", reason="hydra-optuna-sweeper is not installed")
+    sweep = ["hydra/sweeper=optuna", "hydra.sweeper.n_trials=2", "train.lr=tag(log,interval(1e-4,1e-1))"]
+    done = command("train.py", "-m", *sweep, *TINY, *corpus, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    losses = {}
+    for folder in tmp_path.glob("outputs/*_rope_16_seed0*"):
+        (final,) = [row for row in metrics(folder) if "val/loss" in row]
+        losses[OmegaConf.load(folder / "config.yaml").train.lr] = final["val/loss"]
+    assert len(losses) == 2
+    best = OmegaConf.load(tmp_path / "outputs" / "optimization_results.yaml")
+    assert best.best_value == min(losses.values())
+    assert losses[best.best_params["train.lr"]] == best.best_value
+
+
+def test_a_wandb_sweep_gives_hydra_what_it_understands(monkeypatch):
+    """The command of configs/wandb_sweep.yaml, its parameters filled in as wandb's agent does."""
+    sweep = OmegaConf.to_container(OmegaConf.load(CONFIGS / "wandb_sweep.yaml"), resolve=False)
+    assert sweep["command"] == ["${env}", "${interpreter}", "${program}", "${args_no_hyphens}"]
+    words = [f"{key}={value.get('values', [value.get('value')])[0]}" for key, value in sweep["parameters"].items()]
+    config = composed("preset=cpu", *words)
+    assert (config.pos.name, config.train.lr, config.name) == ("rope", 1e-3, "rope_256_lr0.001_seed0")
+    assert sweep["metric"]["name"] == "val/loss"
+    monkeypatch.setenv("WANDB_RUN_ID", "abc")
+    assert new_wandb_id() != "abc"  # somebody's environment
+    monkeypatch.setenv("WANDB_SWEEP_ID", "s")
+    assert new_wandb_id() == "abc"  # the agent's
