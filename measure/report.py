@@ -17,8 +17,8 @@ from measure.tables import Table
 from model.checkpoint import write_file
 
 STYLE = """
-body{font:15px/1.5 system-ui,sans-serif;max-width:72rem;margin:2rem auto;padding:0 1rem;color:#222}
-table{border-collapse:collapse;margin:1.5rem 0 .3rem;font-variant-numeric:tabular-nums}
+body{font:15px/1.5 system-ui,sans-serif;max-width:90rem;margin:2rem auto;padding:0 1rem;color:#222}
+table{border-collapse:collapse;font-size:14px;margin:1.5rem 0 .3rem;font-variant-numeric:tabular-nums}
 caption{text-align:left;font-weight:600;padding-bottom:.3rem}
 th,td{padding:.25rem .7rem;border-bottom:1px solid #ddd;text-align:right;white-space:nowrap}
 th:first-child,td:first-child{text-align:left}thead th{border-bottom:2px solid #555;cursor:pointer}
