@@ -3,6 +3,7 @@
 import atexit
 import contextlib
 import difflib
+import itertools
 import json
 import logging
 import math
@@ -115,11 +116,13 @@ def _run_dir(resume: str | None, name: str) -> str:
     if resume and (Path(resume).expanduser() / "config.yaml").is_file():  # else the error must not make the folder
         return str(Path(resume).expanduser())
     stem = Path("outputs") / f"{datetime.now():%Y-%m-%d_%H-%M-%S}_{name.replace(os.sep, '_')}"
-    folder, count = stem, 1
-    while folder.exists():
-        count += 1
-        folder = stem.with_name(f"{stem.name}_{count}")
-    return str(folder)
+    for count in itertools.count(1):
+        folder = stem if count == 1 else stem.with_name(f"{stem.name}_{count}")
+        try:  # made here, so that of two runs started in the same second each has its own
+            folder.mkdir(parents=True)
+            return str(folder)
+        except FileExistsError:
+            continue
 
 
 RESOLVERS = {  # the functions that the YAML files call by name; the only ones
