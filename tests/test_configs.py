@@ -1,5 +1,6 @@
 """Every choice of every group composes, passes its schema, and builds what it describes."""
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -145,10 +146,9 @@ def test_evaluation_settings_are_checked():
 
 def test_new_runs_never_share_a_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    first = runs._run_dir(None, "a/b")
-    Path(first).mkdir(parents=True)
-    second = runs._run_dir(None, "a/b")
-    assert first != second
+    with ThreadPoolExecutor(8) as pool:  # started in the same second
+        first, second, *others = pool.map(lambda _: runs._run_dir(None, "a/b"), range(40))
+    assert len({first, second, *others}) == 40
     assert Path(first).parent == Path(second).parent == Path("outputs")
     assert runs._run_dir(first, "x") != first  # no run to resume: the error about it must not need its folder
     (Path(first) / "config.yaml").touch()

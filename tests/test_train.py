@@ -4,8 +4,6 @@ import json
 import math
 import shutil
 import sys
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +13,7 @@ import train
 from data import draw_batch
 from model import GPT, GPTConfig, load_run
 from model.positions import SCHEMES
-from runs import RESOLVERS, MetricsFile, Ranks, read_run
+from runs import MetricsFile, Ranks, read_run
 from tests.trained import TINY, composed, measure, metrics, run, same, weights
 from train import Trainer, check_settings, from_source, lr_at, resumed_config
 
@@ -292,11 +290,3 @@ def test_metrics_of_steps_after_the_checkpoint_are_dropped(tmp_path):
         {"step": 2, "x": 2},
         {"step": 3, "x": None},
     ]
-
-
-def test_runs_started_in_the_same_second_have_folders_of_their_own(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with ThreadPoolExecutor(8) as pool:
-        names = list(pool.map(lambda _: RESOLVERS["run_dir"](None, "rope"), range(40)))
-    assert len(set(names)) == 40
-    assert {str(path) for path in Path("outputs").iterdir()} == set(names)
