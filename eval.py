@@ -26,16 +26,16 @@ from typing import Any
 import hydra
 import torch
 from hydra.core.config_store import ConfigStore
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import MISSING, DictConfig, OmegaConf
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 import runs
 from data import DataConfig, TokenFiles, Tokenizer, get_tokenizer, prepare
 from measure import probes
-from measure.protocols import PROTOCOLS, evaluate_lengths
+from measure.protocols import PROTOCOLS, evaluate_lengths, new_losses
 from measure.report import Report, comparability
-from measure.results import Job, Measurement, Protocol, group_labels, seedless
+from measure.results import Job, Measurement, Scoring, group_labels, seedless
 from measure.store import Losses, file_digest
 from model.checkpoint import latest_checkpoint, load_weights, read_config
 from model.config import GPTConfig
@@ -53,39 +53,39 @@ MULTIPLES = (1, 1.25, 1.5, 2, 4)
 
 @dataclass
 class WandbMode:
-    mode: str = "auto"
+    mode: str = MISSING
 
 
 @dataclass
 class EvalConfig:
     """Types of eval.py's settings; configs/eval.yaml has the values and says what they mean."""
 
-    task: str = "measure"
-    runs: Any = None
-    root: str = "outputs"
-    protocol: str = "sliding"
-    lengths: list[int] | None = None
-    stride: int | None = None
-    max_targets: int | None = None
-    documents: str | None = None
-    by_position: bool = True
-    recall: bool = False
-    shift: bool = False
-    attention: bool = False
+    task: str = MISSING
+    runs: Any = MISSING
+    root: str = MISSING
+    protocol: str = MISSING
+    lengths: list[int] | None = MISSING
+    stride: int | None = MISSING
+    max_targets: int | None = MISSING
+    documents: str | None = MISSING
+    by_position: bool = MISSING
+    recall: bool = MISSING
+    shift: bool = MISSING
+    attention: bool = MISSING
     scaling: dict[str, Any] | None = None
-    scalings: list[Any] | None = None
-    reference: str | None = None
-    sort: str | None = None
-    fresh: bool = False
-    device: str = "auto"
-    precision: str = "auto"
-    out: str | None = None
-    prompt: Any = ""
-    tokens: int = 200
-    temperature: float = 0.8
-    top_k: int | None = None
-    top_p: float | None = None
-    seed: int = 0
+    scalings: list[Any] | None = MISSING
+    reference: str | None = MISSING
+    sort: str | None = MISSING
+    fresh: bool = MISSING
+    device: str = MISSING
+    precision: str = MISSING
+    out: str | None = MISSING
+    prompt: Any = MISSING
+    tokens: int = MISSING
+    temperature: float = MISSING
+    top_k: int | None = MISSING
+    top_p: float | None = MISSING
+    seed: int = MISSING
     wandb: WandbMode = field(default_factory=WandbMode)
 
 
@@ -168,8 +168,8 @@ def scalings_of(config: DictConfig) -> list[dict | None]:
 
 
 @dataclass
-class Task:
-    """One run under one scaling: what to pass, and the losses so far. Tasks of equal keys are seeds of one model."""
+class ScaledRun:
+    """One run under one scaling: what to pass, and the losses so far. Those of equal keys are seeds of one model."""
 
     run: Run
     label: str
@@ -179,10 +179,12 @@ class Task:
     losses: Losses
 
 
-def plan_tasks(config: DictConfig, found: list[Run], protocol: Protocol, machine: dict) -> tuple[list[Task], list[str]]:
+def plan_tasks(
+    config: DictConfig, loaded: list[Run], scoring: Scoring, machine: dict
+) -> tuple[list[ScaledRun], list[str]]:
     """Every run under every scaling that makes sense for it, and why others do not. machine: device and precision."""
     tasks, skipped = [], []
-    for run in found:
+    for run in loaded:
         weights = file_digest(run.checkpoint)
         model = f"{run.checkpoint.stem} {seedless(OmegaConf.to_container(run.settings))}"
         for scaling in scalings_of(config):
@@ -192,10 +194,13 @@ def plan_tasks(config: DictConfig, found: list[Run], protocol: Protocol, machine
                 skipped.append(f"{label}: pos={run.config.pos['name']} has no frequencies to scale")
                 continue
             gpt_config = run.config if scaling is None else replace(run.config, scaling=scaling)
-            job = Job(gpt_config, run.files, run.tokenizer, protocol)
+            job = Job(gpt_config, run.files, run.tokenizer, scoring)
             folder = Path(run.settings.data.cache).expanduser() / "measurements"
-            losses = Losses(folder, job.identity() | machine | {"weights": weights}, job.new_losses(), config.fresh)
-            tasks.append(Task(run, label, f"{model} {gpt_config.scaling}", scaling, job, losses))
+            losses = Losses(folder, job.identity() | machine | {"weights": weights}, new_losses(job.plan), config.fresh)
+            key = f"{model} {gpt_config.scaling}"
+            if any((key, run.settings.seed) == (task.key, task.run.settings.seed) for task in tasks):
+                key += f" {run.folder}"  # the same training twice is no second seed
+            tasks.append(ScaledRun(run, label, key, scaling, job, losses))
     if not tasks:
         raise ValueError(f"scalings={list(config.scalings)}: none of them fits these runs ({'; '.join(skipped)})")
     return tasks, skipped
@@ -205,14 +210,13 @@ def _scaling_words(scaling: dict) -> list[str]:
     return [str(scaling[key]) for key in ("name", "factor") if scaling.get(key)]
 
 
-def measure_all(tasks: list[Task], device: torch.device, precision: str) -> None:
+def measure_all(tasks: list[ScaledRun], device: torch.device, precision: str) -> None:
     """Score what is not scored yet, with one bar over all of it; every few seconds, and at the end, it is saved."""
     open_tasks = [task for task in tasks if not task.losses.complete]
-    cost, apart = (sum(getattr(task.job, name) for task in tasks) for name in ("tokens", "tokens_apart"))
-    done = cost - sum(task.job.tokens for task in open_tasks)
-    known = f"; {done:,} of them known from before" if done else ""
-    log.info(f"cost     {cost:,} tokens to pass ({apart:,} if windows shared no passes){known}")
-    bar = tqdm(total=cost - done, unit="token", unit_scale=True, leave=False, disable=None if open_tasks else True)
+    cost, left = (sum(task.job.plan.tokens for task in some) for some in (tasks, open_tasks))
+    known = f"; {cost - left:,} of them known from before" if left < cost else ""
+    log.info(f"cost     {cost:,} tokens to pass{known}")
+    bar = tqdm(total=left, unit="token", unit_scale=True, leave=False, disable=None if open_tasks else True)
     with bar, logging_redirect_tqdm([logging.getLogger()]):
         for task in open_tasks:
             bar.set_description(task.label, refresh=False)
@@ -229,14 +233,14 @@ def measure_all(tasks: list[Task], device: torch.device, precision: str) -> None
                 task.losses.save(now=True)
 
 
-def measurements_of(task: Task, precision: str) -> list[Measurement]:
+def measurements_of(task: ScaledRun, precision: str) -> list[Measurement]:
     run = task.run
     about = {"run": task.label, "folder": str(run.folder), "checkpoint": run.checkpoint.stem}
     about |= {"trained_on": run.origin["fingerprint"], "precision": precision}
     return task.job.measurements(task.losses.values, about, run.settings.seed, task.key)
 
 
-def probe(task: Task, config: DictConfig, longest: int, device: torch.device, precision: str) -> dict:
+def probe(task: ScaledRun, config: DictConfig, longest: int, device: torch.device, precision: str) -> dict:
     """What the probes that are asked for say of one model, by the probe's name."""
     wanted = [name for name in PROBES if config[name]]
     if not wanted:
@@ -270,7 +274,7 @@ def log_curve(result: dict, prefix: str, record: Callable[[dict], None], wandb_r
     wandb_run.summary({f"{prefix}/perplexity_{row['length']}": row["perplexity"] for row in rows})
 
 
-def log_measurements(task: Task, found: list[Measurement], report: Report, wandb_run: runs.WandbRun) -> None:
+def log_measurements(task: ScaledRun, found: list[Measurement], report: Report, wandb_run: runs.WandbRun) -> None:
     """Curves by length and by position, and the table of paired differences."""
     stretched = "".join(f"_{word}" for word in _scaling_words(found[0].result["scaling"] or {}))
     pairs = []
@@ -300,53 +304,71 @@ def evaluate_runs(config: DictConfig) -> list[dict]:
         raise ValueError(f"protocol={config.protocol!r}: use {', '.join(PROTOCOLS)} or both")
     mode, device = runs.wandb_mode(config.wandb.mode), runs.pick_device(config.device)
     precision = runs.pick_precision(config.precision, device)
-    found = read_runs(config)
-    out = Path(config.out).expanduser() if config.out else found[0].folder
-    if len(found) > 1 and not config.out:
-        out = Path(config.root) / f"{datetime.now():%Y-%m-%d_%H-%M-%S}_comparison"
-    if out.exists() and not out.is_dir():
-        raise ValueError(f"out={out}: is a file; give a folder")
-
-    train_length = min(run.config.train_length for run in found)
-    lengths = sorted(set(config.lengths)) if config.lengths is not None else default_lengths(train_length)
-    stride = config.stride if config.stride is not None else default_stride(train_length, lengths)
-    protocols = PROTOCOLS if config.protocol == "both" else (config.protocol,)
-    given = (config.max_targets, config.documents, config.by_position)
-    protocol = Protocol(tuple(lengths), protocols, stride, *given)
-    tasks, skipped = plan_tasks(config, found, protocol, {"device": device.type, "precision": precision})
+    loaded = read_runs(config)
+    out = _out(config, loaded)
+    scoring = _scoring(config, loaded)
+    tasks, skipped = plan_tasks(config, loaded, scoring, {"device": device.type, "precision": precision})
+    _check_columns(config, tasks)
     for task in {task.run.files.folder: task for task in tasks}.values():
         log.info("text     %s, %s", task.run.files.meta["corpus"], task.job.documents)
-    log.info("lengths  %s, %s windows, on %s in %s", ", ".join(map(str, lengths)), config.protocol, device, precision)
+    lengths = ", ".join(map(str, scoring.lengths))
+    log.info("lengths  %s, %s windows, on %s in %s", lengths, config.protocol, device, precision)
     for reason in skipped:
         log.info("left out %s", reason)
-    labels = list(group_labels([(task.key, task.label) for task in tasks]).values())
-    if config.reference is not None and config.reference not in labels:
-        raise ValueError(f"reference={config.reference!r}: the models are {', '.join(labels)}")
-    if config.sort is not None and config.sort not in (columns := ["model", *map(str, lengths)]):
-        raise ValueError(f"sort={config.sort!r}: the columns are {', '.join(columns)}")
 
     measure_all(tasks, device, precision)
     by_task = [measurements_of(task, precision) for task in tasks]
     for task, (first, *_) in zip(tasks, by_task, strict=True):
-        first.result.update(probe(task, config, max(lengths), device, precision))
+        first.result.update(probe(task, config, max(scoring.lengths), device, precision))
     everything = [measurement for of_task in by_task for measurement in of_task]
     notes = comparability([m.result for m in everything])
-    commands = [*dict.fromkeys(str(run.origin.get("command", "?")) for run in found), shlex.join(sys.argv)]
-    settings = {run.name: OmegaConf.to_container(run.settings) for run in found}
+    commands = [*dict.fromkeys(str(run.origin.get("command", "?")) for run in loaded), shlex.join(sys.argv)]
+    settings = {run.name: OmegaConf.to_container(run.settings) for run in loaded}
     report = Report(everything, config.reference, config.sort, notes, skipped, commands, settings)
     print(report.text())
     for note in notes:
         log.warning("note: %s", note)
     report.write(out)
-    for run in found:
+    for run in loaded:
         mine = [(task, of_task) for task, of_task in zip(tasks, by_task, strict=True) if task.run is run]
-        if len(found) > 1:
+        if len(loaded) > 1 and mine:
             Report([m for _, of_task in mine for m in of_task]).write(run.folder, html=False)
         with _wandb(run, mode) as wandb_run:
             for task, of_task in mine:
                 log_measurements(task, of_task, report, wandb_run)
     log.info("wrote    %s", out / "report.html")
     return report.results
+
+
+def _out(config: DictConfig, loaded: list[Run]) -> Path:
+    if config.out:
+        out = Path(config.out).expanduser()
+    elif len(loaded) == 1:
+        out = loaded[0].folder
+    else:
+        out = Path(config.root) / f"{datetime.now():%Y-%m-%d_%H-%M-%S}_comparison"
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"out={out}: is a file; give a folder")
+    return out
+
+
+def _scoring(config: DictConfig, loaded: list[Run]) -> Scoring:
+    train_length = min(run.config.train_length for run in loaded)
+    lengths = sorted(set(config.lengths)) if config.lengths is not None else default_lengths(train_length)
+    stride = config.stride if config.stride is not None else default_stride(train_length, lengths)
+    protocols = PROTOCOLS if config.protocol == "both" else (config.protocol,)
+    given = {key: config[key] for key in ("max_targets", "documents", "by_position")}
+    return Scoring(tuple(lengths), protocols, stride, **given)
+
+
+def _check_columns(config: DictConfig, tasks: list[ScaledRun]) -> None:
+    """Whether reference= and sort= name something, before hours of measuring."""
+    labels = list(group_labels([(task.key, task.label) for task in tasks]).values())
+    if config.reference is not None and config.reference not in labels:
+        raise ValueError(f"reference={config.reference!r}: the models are {', '.join(labels)}")
+    columns = ["model", *map(str, tasks[0].job.scoring.lengths)]
+    if config.sort is not None and config.sort not in columns:
+        raise ValueError(f"sort={config.sort!r}: the columns are {', '.join(columns)}")
 
 
 @contextlib.contextmanager

@@ -31,7 +31,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from data import DataConfig
 from measure.statistics import finite
-from model.checkpoint import write_file
+from model.checkpoint import write_text
 
 log = logging.getLogger("ropewalk")
 
@@ -312,11 +312,6 @@ def all_jobs() -> Iterator[None]:
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
-
-
-def write_text(path: Path, text: str, new: bool = False) -> None:
-    """Put a whole file in place, or none. new: FileExistsError where there is one, even if it came this moment."""
-    write_file(path, lambda temporary: temporary.write_text(text, encoding="utf-8"), new)
 
 
 def read_run(run: Path) -> tuple[DictConfig, dict]:

@@ -27,11 +27,20 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 import runs
 from data import DataConfig, TokenFiles, Tokenizer, absolute, draw_batch, get_tokenizer, prepare
 from eval import default_lengths, default_stride, log_curve
+from measure.protocols import new_losses
 from measure.report import Report
-from measure.results import Job, Protocol
+from measure.results import Job, Scoring
 from measure.tables import with_error
 from model import GPT, GPTConfig
-from model.checkpoint import latest_checkpoint, load_run, load_state, load_weights, read_config, save_checkpoint
+from model.checkpoint import (
+    latest_checkpoint,
+    load_run,
+    load_state,
+    load_weights,
+    read_config,
+    save_checkpoint,
+    write_text,
+)
 
 log = logging.getLogger("ropewalk")
 
@@ -231,7 +240,7 @@ class Trainer:
             here = {**origin, "wandb_id": self.wandb_id, "resumed": [*origin.get("resumed", []), here]}
         plain["provenance"] = here
         try:
-            runs.write_text(path, OmegaConf.to_yaml(OmegaConf.create(plain)), new=not self.config.resume)
+            write_text(path, OmegaConf.to_yaml(OmegaConf.create(plain)), new=not self.config.resume)
         except FileExistsError as error:
             raise ValueError(f"{self.folder}: holds a run already; resume= it, or choose another folder") from error
         return plain
@@ -348,10 +357,10 @@ class Trainer:
             return math.nan
         c = self.config
         stride = c.val.stride or default_stride(c.model.train_length, self.lengths)
-        protocol = Protocol(tuple(self.lengths), stride=stride, max_targets=c.val.max_targets)
-        job = Job(self.model.config, self.files, self.tokenizer, protocol)
+        scoring = Scoring(tuple(self.lengths), stride=stride, max_targets=c.val.max_targets)
+        job = Job(self.model.config, self.files, self.tokenizer, scoring)
         with runs.autocast(self.device, self.precision):
-            job.score(self.model, losses := job.new_losses())
+            job.score(self.model, losses := new_losses(job.plan))
         about = {"run": c.name, "folder": str(self.folder), "checkpoint": f"step_{self.step:06d}"}
         about |= {"trained_on": self.files.fingerprint, "precision": self.precision}
         (measurement,) = job.measurements(losses, about)

@@ -9,7 +9,6 @@ is put back into its mode. batch_tokens changes speed and memory, not results.
 """
 
 import contextlib
-import math
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
@@ -17,7 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from measure.protocols import widening_edges
+from measure.protocols import token_array, widening_edges
+from measure.statistics import standard_error
 from model import GPT
 from model.attention import softmax_weights
 from model.gpt import Attention, Step
@@ -49,7 +49,7 @@ def recall(
     before any text; trials. Past a learned table all losses and errors are None, trials is 0 and `note` says where the
     table ends. Raises ValueError for settings that do not fit the text or each other.
     """
-    tokens = _array(tokens)
+    tokens = token_array(tokens)
     _require(1, longest=longest, trials=trials, batch_tokens=batch_tokens)
     _require(2, string_length=string_length)
     most = longest - (string_length - 1)  # distance and tokens of the second copy that are fed: no more than longest
@@ -76,8 +76,8 @@ def recall(
         with _measuring(model):
             losses = _losses(model, ids, batch_tokens, scored=(first, second))
         nll, control = losses[:, second].mean(axis=1).reshape(2, trials)
-        rows[-1] |= {"nll": float(nll.mean()), "stderr": _stderr(nll), "control_nll": float(control.mean())}
-        rows[-1] |= {"gain": float((control - nll).mean()), "gain_stderr": _stderr(control - nll)}
+        rows[-1] |= {"nll": float(nll.mean()), "stderr": standard_error(nll), "control_nll": float(control.mean())}
+        rows[-1] |= {"gain": float((control - nll).mean()), "gain_stderr": standard_error(control - nll)}
         rows[-1] |= {"first_nll": float(losses[:trials, first].mean()), "trials": trials}
     return rows
 
@@ -109,7 +109,7 @@ def shift(
     for first in shifts:
         _require(0, shifts=first)
     length, limit = train_length - near, model.pos.max_length
-    ids = _windows(_array(tokens), length + 1, windows)
+    ids = _windows(token_array(tokens), length + 1, windows)
     with _measuring(model), _full_precision(model):
         base, rows = _losses(model, ids, batch_tokens), []
         for first in shifts:
@@ -121,7 +121,7 @@ def shift(
             losses = _losses(model, ids, batch_tokens, first_position=first)
             change = losses - base
             rows[-1] |= {"nll": float(losses.mean()), "difference": float(change.mean())}
-            rows[-1] |= {"stderr": _stderr(change.mean(axis=1))}
+            rows[-1] |= {"stderr": standard_error(change.mean(axis=1))}
             rows[-1] |= {"mean_change": float(abs(change).mean()), "max_change": float(abs(change).max())}
     return rows
 
@@ -145,7 +145,7 @@ def attention_by_distance(model: GPT, tokens: Tensor | np.ndarray, length: int, 
     device = next(model.parameters()).device
     bin_of = torch.from_numpy(np.repeat(np.arange(len(edges) - 1), np.diff(edges))).to(device)  # (length,)
     sums = torch.zeros(c.n_layer, c.n_head, len(edges) - 1, dtype=torch.float64)
-    ids = _windows(_array(tokens), length, windows)
+    ids = _windows(token_array(tokens), length, windows)
 
     def add(module: Attention, inputs: tuple[Tensor, Step]) -> None:
         sums[module.layer] += _summed_weights(module, *inputs, bin_of, len(edges) - 1)
@@ -187,13 +187,6 @@ def _require(least: int, **settings: int) -> None:
             raise ValueError(f"{name}={value!r}: must be a whole number of at least {least}")
 
 
-def _array(tokens: Tensor | np.ndarray) -> np.ndarray:
-    tokens = tokens.cpu().numpy() if isinstance(tokens, Tensor) else np.asarray(tokens)
-    if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer) or not len(tokens):
-        raise ValueError(f"tokens must be integers in one dimension, found {tokens.dtype} {tokens.shape}")
-    return tokens
-
-
 def _windows(tokens: np.ndarray, size: int, count: int, distinct: bool = True) -> np.ndarray:
     """`count` windows spread evenly over tokens, int64 (count, size); distinct: fewer where they would be the same."""
     if size > len(tokens):
@@ -222,10 +215,6 @@ def _losses(
         nll = model(batch[:, :-1].to(device), targets=targets.to(device), first_position=first_position)
         losses[start : start + per_batch] = nll.cpu().double().numpy()
     return losses
-
-
-def _stderr(values: np.ndarray) -> float | None:
-    return float(values.std(ddof=1) / math.sqrt(len(values))) if len(values) > 1 else None
 
 
 @contextlib.contextmanager

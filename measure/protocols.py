@@ -89,14 +89,14 @@ def widening_edges(length: int) -> list[int]:
     return [edge for edge in sorted({0, 1, *powers, *(3 * power // 2 for power in powers)}) if edge < length] + [length]
 
 
-def cut_by_position(pieces: np.ndarray, length: int, max_targets: int | None = None) -> list[Windows]:
-    """The full windows of `length` side by side, once for each bin of positions: the targets in that bin only.
+def cut_by_position(pieces: np.ndarray, edges: Sequence[int], max_targets: int | None = None) -> list[Windows]:
+    """The full windows of edges[-1] tokens side by side, once for each bin of positions: the targets in that bin only.
 
     Position p is a window's (p + 1)th input; what is scored there is the token after it.
     """
+    length = edges[-1]
     windows = cut(pieces, length, length, "nonoverlapping", length, max_targets)
     starts = windows.spans[windows.counts == length, :1]
-    edges = widening_edges(length)
     return [
         Windows(length, np.concatenate((starts, starts + 1 + low, starts + 1 + high), axis=1))
         for low, high in pairwise(edges)
@@ -122,11 +122,13 @@ class Plan:
         return int(self.passes[:, 1].sum())
 
 
-def plan(windows: Sequence[Windows], scheme: PositionScheme, batch_tokens: int) -> Plan:
-    spans = np.concatenate([w.spans for w in windows])
+def plan_passes(windows: Sequence[Windows], scheme: PositionScheme, batch_tokens: int) -> Plan:
+    """The passes that all windows need, in batches of about batch_tokens tokens."""
+    spans = np.concatenate([np.empty((0, 3), dtype=np.int64), *(w.spans for w in windows)])
     regimes = {}  # of equal ones, the first length stands for all
     lengths = [regimes.setdefault(scheme.regime(w.length), w.length) for w in windows]
-    keys = np.stack((np.repeat(lengths, [len(w.spans) for w in windows]), spans[:, 0]), axis=1)
+    of_length = np.repeat(np.array(lengths, dtype=np.int64), [len(w.spans) for w in windows])
+    keys = np.stack((of_length, spans[:, 0]), axis=1)
     found, of_pass = np.unique(keys, axis=0, return_inverse=True)
     of_pass, sizes = of_pass.ravel(), np.zeros(len(found), dtype=np.int64)
     np.maximum.at(sizes, of_pass, spans[:, 2] - 1 - spans[:, 0])
@@ -166,17 +168,18 @@ def score(
             wanted = np.concatenate(wanted)
             starts, sizes, lengths = plan.passes[batch].T
             if np.isnan(losses[wanted]).any():
-                positions = np.arange(sizes.max())
-                index = np.minimum(starts[:, None] + np.arange(sizes.max() + 1), len(tokens) - 1)
+                width = int(sizes.max())
+                index = np.minimum(starts[:, None] + np.arange(width + 1), len(tokens) - 1)
                 ids = torch.from_numpy(tokens[index].astype(np.int64))  # (B, T + 1), padded with whatever follows
                 model.check_tokens(ids)
                 low, high = (plan.spans[wanted, 1:] - 1 - starts[row, None]).T
-                scored = np.zeros((len(batch), len(positions) + 1), dtype=np.int64)  # +1 where a span begins, -1 after
+                # The network forms logits only for targets that somebody wants: +1 where a span begins, -1 after it.
+                scored = np.zeros((len(batch), width + 1), dtype=np.int64)
                 np.add.at(scored, (row, low), 1)
                 np.add.at(scored, (row, high), -1)
                 targets = ids[:, 1:].masked_fill(torch.from_numpy(scored.cumsum(axis=1)[:, :-1] == 0), -100)
                 nll = model(ids[:, :-1].to(device), targets=targets.to(device), scaling_length=int(lengths[0]))
-                sums = np.zeros((len(batch), len(positions) + 1))
+                sums = np.zeros((len(batch), width + 1))
                 sums[:, 1:] = nll.cpu().double().cumsum(dim=1).numpy()
                 losses[wanted] = sums[row, high] - sums[row, low]
             done(int(sizes.sum()))
@@ -215,6 +218,14 @@ def document_of(windows: Windows, documents: np.ndarray) -> np.ndarray | None:
     return ids if len(np.unique(ids)) >= ENOUGH_DOCUMENTS else None
 
 
+def token_array(tokens: torch.Tensor | np.ndarray) -> np.ndarray:
+    """As numpy. ValueError unless they are integers in one dimension, one at least."""
+    tokens = tokens.cpu().numpy() if isinstance(tokens, torch.Tensor) else np.asarray(tokens)
+    if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer) or not len(tokens):
+        raise ValueError(f"tokens must be integers in one dimension, found {tokens.dtype} {tokens.shape}")
+    return tokens
+
+
 def bytes_before(tokens: np.ndarray, bytes_per_token: np.ndarray) -> np.ndarray:
     """Bytes of all tokens before each one, int64 (tokens + 1,)."""
     return np.concatenate(([0], np.cumsum(bytes_per_token[tokens], dtype=np.int64)))
@@ -235,8 +246,6 @@ def check_measurement(
     documents: np.ndarray | None,
 ) -> None:
     """Raise ValueError for settings that do not fit the text or each other."""
-    if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
-        raise ValueError(f"tokens must be integers in one dimension, found {tokens.dtype} {tokens.shape}")
     for protocol in protocols:
         if protocol not in PROTOCOLS:
             raise ValueError(f"protocol={protocol!r}: use {' or '.join(PROTOCOLS)}")
@@ -289,27 +298,24 @@ def evaluate_lengths(
     Past a learned table nll, perplexity and stderr are None, scored is 0 and `note` says where the table ends.
     Raises ValueError for settings that do not fit the text or each other, and ids outside the vocabulary.
     """
-    as_array = lambda x: x.cpu().numpy() if isinstance(x, torch.Tensor) else np.asarray(x)  # noqa: E731
-    tokens, documents = as_array(tokens), None if documents is None else as_array(documents)
+    tokens, documents = token_array(tokens), None if documents is None else token_array(documents)
     check_measurement(tokens, lengths, [protocol], stride, max_targets, documents)
     lengths, limit = [int(length) for length in lengths], model.pos.max_length
     pieces = stretches(len(tokens), max(lengths), documents)
     fitting = [length for length in lengths if limit is None or length <= limit]
     windows = [cut(pieces, length, max(lengths), protocol, stride, max_targets) for length in fitting]
     byte_sums = None if bytes_per_token is None else bytes_before(tokens, bytes_per_token)
-    rows = {}
-    if windows:
-        passes = plan(windows, model.pos, batch_tokens)
-        losses = new_losses(passes)
-        bar = tqdm(total=passes.tokens, unit="token", unit_scale=True, leave=False, disable=None if progress else True)
-        with bar:
-            score(model, tokens, passes, losses, bar.update)
-        for of_length, values in zip(windows, split(losses, windows), strict=True):
-            clusters = None if documents is None else document_of(of_length, documents)
-            rows[of_length.length] = Scored(of_length, values, clusters).row(byte_sums)
+    passes = plan_passes(windows, model.pos, batch_tokens)
+    losses, rows = new_losses(passes), {}
+    hidden = None if progress else True  # None: where the output is no terminal
+    with tqdm(total=passes.tokens, unit="token", unit_scale=True, leave=False, disable=hidden) as bar:
+        score(model, tokens, passes, losses, bar.update)
+    for of_length, values in zip(windows, split(losses, windows), strict=True):
+        clusters = None if documents is None else document_of(of_length, documents)
+        rows[of_length.length] = Scored(of_length, values, clusters).row(byte_sums)
     return [rows.get(length) or no_row(length, limit, byte_sums is not None) for length in lengths]
 
 
 def split(losses: np.ndarray, windows: Sequence[Windows]) -> list[np.ndarray]:
     """The losses of each of the lists of windows that a plan was made of."""
-    return np.split(losses, np.cumsum([len(w.spans) for w in windows])[:-1])
+    return np.split(losses, np.cumsum([len(w.spans) for w in windows])[:-1]) if windows else []

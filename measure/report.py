@@ -3,18 +3,17 @@
 import base64
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from html import escape
 from pathlib import Path
-from typing import Any
 
 from measure import plots, probe_plots, tables
 from measure.results import Group, Measurement, grouped
 from measure.statistics import finite
 from measure.tables import Table
-from model.checkpoint import write_file
+from model.checkpoint import write_text
 
 STYLE = """
 body{font:15px/1.5 system-ui,sans-serif;max-width:90rem;margin:2rem auto;padding:0 1rem;color:#222}
@@ -75,44 +74,39 @@ class Report:
     def results(self) -> list[dict]:
         return [m.result for m in self.measurements]
 
+    @cached_property
     def tables(self) -> list[Table]:
-        found: list[Table | None] = []
+        """Those that have anything to say, protocol by protocol, and the probes'."""
+        made = []
         for protocol, groups in self.protocols.items():
-            made = [self._of_one(groups)] if len(groups) == len(groups[0].members) == 1 else self._of_several(groups)
-            for table in made:
-                if table:
-                    title = ": ".join(part for part in (f"{protocol} windows", table.title) if part)
-                    found.append(Table(title, table.header, table.rows, table.note))
-        if recalled := self._probed("recall"):
-            found.append(tables.recall(recalled))
-        if shifted := self._probed("shift"):
-            found.append(tables.shift(shifted))
-        return found
+            for table in self._of_protocol(groups):
+                title = ": ".join(filter(None, (f"{protocol} windows", table.title)))
+                made.append(Table(title, table.header, table.rows, table.note))
+        made += [tables.PROBES[name](rows) for name in tables.PROBES if (rows := self._probed(name))]
+        return [table for table in made if table.rows]
+
+    def _of_protocol(self, groups: list[Group]) -> list[Table]:
+        if len(groups) == len(groups[0].members) == 1:
+            return [tables.one_model(groups[0])]
+        metrics = ("perplexity", "bits_per_byte") if self.metric == "perplexity" else ("bits_per_byte",)
+        made = [tables.by_length(groups, metric) for metric in metrics]
+        made += [tables.against_train_length(groups), tables.against(groups, self._reference(groups))]
+        return [table.sorted(self.sort) if self.sort and table.rows else table for table in made]
+
+    def _reference(self, groups: list[Group]) -> Group:
+        return next((group for group in groups if group.label == self.reference), groups[0])
 
     def _probed(self, name: str) -> list[dict]:
         """A probe's rows of each model that has them, averaged over its seeds."""
         groups = next(iter(self.protocols.values()))
         return [rows for group in groups if (rows := group.probe(name, AVERAGED[name]))]
 
-    def _of_one(self, groups: list[Group]) -> Table:
-        return tables.one_model(groups[0].first)
-
-    def _of_several(self, groups: list[Group]) -> list[Table | None]:
-        reference = next((g for g in groups if g.label == self.reference), groups[0])
-        made = [tables.by_length(groups, metric) for metric in ("perplexity", "bits_per_byte")]
-        if self.metric == "bits_per_byte":
-            del made[0]
-        made += [tables.against_train_length(groups), tables.against(groups, reference)]
-        if self.sort is None:
-            return made
-        return [made[0].sorted(self.sort), *(t and t.sorted(self.sort) for t in made[1:])]
-
     @cached_property
     def paired(self) -> list[dict]:
         """Every model against the reference, at every length on the same tokens."""
         found = []
         for protocol, groups in self.protocols.items():
-            reference = next((g for g in groups if g.label == self.reference), groups[0])
+            reference = self._reference(groups)
             for group in (g for g in groups if g is not reference):
                 for row in group.first["rows"]:
                     if pair := group.against(reference, row["length"]):
@@ -121,9 +115,9 @@ class Report:
         return found
 
     def text(self) -> str:
-        return "\n\n".join(table.text() for table in self.tables())
+        return "\n\n".join(table.text() for table in self.tables)
 
-    def document(self) -> dict | list:
+    def document(self) -> dict:
         """extrapolation.json: of a single measurement its result, of several an object that holds them all."""
         if len(self.measurements) == 1:
             return finite(self.results[0])
@@ -140,7 +134,7 @@ class Report:
         """extrapolation.json and extrapolation.png; with html also the SVG, the other plots and report.html."""
         folder.mkdir(parents=True, exist_ok=True)
         text = json.dumps(self.document(), indent=1) + "\n"
-        write_file(folder / "extrapolation.json", lambda path: path.write_text(text, encoding="utf-8"))
+        write_text(folder / "extrapolation.json", text)
         figures = {"extrapolation": lambda path: plots.plot_lengths(self.protocols, self.metric, path)}
         if html:
             figures |= self._other_figures()
@@ -149,9 +143,9 @@ class Report:
                 draw(folder / f"{stem}{ending}")
         if html:
             page = self._html([folder / f"{stem}.svg" for stem in figures])
-            write_file(folder / "report.html", lambda path: path.write_text(page, encoding="utf-8"))
+            write_text(folder / "report.html", page)
 
-    def _other_figures(self) -> dict[str, Any]:
+    def _other_figures(self) -> dict[str, Callable[[Path], None]]:
         with_positions = [g for groups in self.protocols.values() for g in groups if g.first.get("by_position")]
         figures = {"by_position": lambda path: plots.plot_positions(with_positions, path)} if with_positions else {}
         if recalled := self._probed("recall"):
@@ -169,7 +163,7 @@ class Report:
             f"fingerprint {first['fingerprint']}, {first['precision']}",
         ]
         facts += [*self.notes, *(f"left out: {reason}" for reason in self.skipped)]
-        made = [*self.tables(), tables.settings_apart(self.settings) if len(self.settings) > 1 else None]
+        made = [*self.tables, tables.settings_apart(self.settings) if len(self.settings) > 1 else None]
         parts = ["<h1>Length extrapolation</h1>", *(f"<p>{escape(fact)}</p>" for fact in facts)]
         for path in figures:
             data = base64.b64encode(path.read_bytes()).decode()

@@ -5,13 +5,13 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
 from data import TokenFiles, Tokenizer
 from measure.protocols import (
     ENOUGH_DOCUMENTS,
-    Plan,
     Scored,
     Windows,
     bytes_before,
@@ -19,12 +19,12 @@ from measure.protocols import (
     cut,
     cut_by_position,
     document_of,
-    new_losses,
     no_row,
-    plan,
+    plan_passes,
     score,
     split,
     stretches,
+    widening_edges,
 )
 from measure.statistics import difference_and_error, interval, mean_and_spread
 from model import GPT
@@ -35,7 +35,7 @@ BATCH_TOKENS = 16384
 
 
 @dataclass(frozen=True)
-class Protocol:
+class Scoring:
     """What to score. documents: within or across; None: within where at least ENOUGH_DOCUMENTS are long enough."""
 
     lengths: tuple[int, ...]
@@ -64,7 +64,7 @@ class Measurement:
 
     result: dict
     scored: dict[int, Scored]
-    seed: int | None = None
+    seed: int = 0
     key: str = ""  # equal for runs that differ in their seed only
 
     def row(self, length: int) -> dict:
@@ -74,33 +74,23 @@ class Measurement:
 class Job:
     """The passes for one model and all the protocols asked for. Raises ValueError for what does not fit the text."""
 
-    def __init__(self, config: GPTConfig, files: TokenFiles, tokenizer: Tokenizer, protocol: Protocol):
-        self.config, self.files, self.tokenizer, self.protocol = config, files, tokenizer, protocol
+    def __init__(self, config: GPTConfig, files: TokenFiles, tokenizer: Tokenizer, scoring: Scoring):
+        self.config, self.files, self.tokenizer, self.scoring = config, files, tokenizer, scoring
         scheme = build_scheme(config)
         self.limit = scheme.max_length
-        pieces, self.documents = protocol.pieces(files)
-        fitting = [length for length in protocol.lengths if self.limit is None or length <= self.limit]
-        longest, cap = max(protocol.lengths), protocol.max_targets
+        pieces, self.documents = scoring.pieces(files)
+        fitting = [length for length in scoring.lengths if self.limit is None or length <= self.limit]
+        longest, cap = max(scoring.lengths), scoring.max_targets
         self.parts: dict[str, list[Windows]] = {
-            name: [cut(pieces, length, longest, name, protocol.stride, cap) for length in fitting]
-            for name in protocol.protocols
+            name: [cut(pieces, length, longest, name, scoring.stride, cap) for length in fitting]
+            for name in scoring.protocols
         }
-        if protocol.by_position:
-            self.parts["by_position"] = cut_by_position(pieces, max(fitting), cap) if fitting else []
+        self.edges: list[int] = []  # of the bins of positions
+        if scoring.by_position and fitting:
+            self.edges = widening_edges(max(fitting))
+            self.parts["by_position"] = cut_by_position(pieces, self.edges, cap)
         self.windows = [windows for part in self.parts.values() for windows in part]
-        self.plan: Plan | None = plan(self.windows, scheme, BATCH_TOKENS) if self.windows else None
-
-    @property
-    def tokens(self) -> int:
-        """What the passes cost."""
-        return self.plan.tokens if self.plan else 0
-
-    @property
-    def tokens_apart(self) -> int:
-        """What they would cost if each window were passed by itself; positions come with their windows."""
-        parts = [windows for name, part in self.parts.items() if name != "by_position" for windows in part]
-        parts += self.parts.get("by_position", [])[-1:]
-        return sum(int((w.spans[:, 2] - 1 - w.spans[:, 0]).sum()) for w in parts)
+        self.plan = plan_passes(self.windows, scheme, BATCH_TOKENS)
 
     def identity(self) -> dict:
         """What the losses depend on, but for the weights and the machine."""
@@ -114,21 +104,18 @@ class Job:
             "batch_tokens": BATCH_TOKENS,
         }
 
-    def new_losses(self) -> np.ndarray:
-        return new_losses(self.plan) if self.plan else np.empty(0)
-
     def score(self, model: GPT, losses: np.ndarray, done: Callable[[int], None] = lambda tokens: None) -> None:
-        if self.plan:
-            score(model, self.files.val, self.plan, losses, done)
+        """Fill in what is missing of `losses`, float64 (windows,), which new_losses(self.plan) begins."""
+        score(model, self.files.val, self.plan, losses, done)
 
     def measurements(self, losses: np.ndarray, about: dict, seed: int = 0, key: str = "") -> list[Measurement]:
         """One for each protocol; the first also has the curve by position. about: what else to say of the run."""
         byte_sums = bytes_before(self.files.val, self.tokenizer.bytes_per_token)
         scored = iter(
             Scored(windows, values, document_of(windows, self.files.val_offsets))
-            for windows, values in zip(self.windows, split(losses, self.windows) if self.windows else [], strict=True)
+            for windows, values in zip(self.windows, split(losses, self.windows), strict=True)
         )
-        c, p, found = self.config, self.protocol, []
+        c, p, found = self.config, self.scoring, []
         common = {"pos": c.pos, "scaling": c.scaling, "train_length": c.train_length, "tokenizer": self.tokenizer.name}
         common |= {"corpus": self.files.meta["corpus"], "fingerprint": self.files.fingerprint}
         for name in p.protocols:
@@ -145,14 +132,9 @@ class Job:
         if p.by_position:
             found[0].result["by_position"] = [
                 {"from": low, "to": high, **{k: v for k, v in next(scored).row().items() if k != "length"}}
-                for low, high in self._bins()
+                for low, high in pairwise(self.edges)
             ]
         return found
-
-    def _bins(self) -> list[tuple[int, int]]:
-        """The positions of each bin, from and up to (not including)."""
-        bins = [w.spans[0, 1:] - 1 - w.spans[0, 0] for w in self.parts["by_position"] if len(w.spans)]
-        return [(int(low), int(high)) for low, high in bins]
 
 
 def paired(a: Sequence[Scored], b: Sequence[Scored]) -> dict | None:
@@ -227,14 +209,10 @@ class Group:
 
     def against(self, other: "Group", length: int, other_length: int | None = None) -> dict | None:
         """paired, over the seeds that both have; None where there is none, or no common tokens."""
-        other_length = other_length or length
-        mine = {m.seed: m.scored.get(length) for m in self.members}
-        theirs = {m.seed: m.scored.get(other_length) for m in other.members}
+        alone = len(self.members) == len(other.members) == 1  # two runs are compared whatever their seeds
+        mine = {0 if alone else m.seed: m.scored.get(length) for m in self.members}
+        theirs = {0 if alone else m.seed: m.scored.get(other_length or length) for m in other.members}
         seeds = [seed for seed in mine if mine[seed] and theirs.get(seed)]
-        if len(self.members) == len(other.members) == 1:  # two runs are compared whatever their seeds
-            mine, theirs, seeds = {0: next(iter(mine.values()))}, {0: next(iter(theirs.values()))}, [0]
-            if not (mine[0] and theirs[0]):
-                return None
         same_text = self.first["fingerprint"] == other.first["fingerprint"]
         if not seeds or not same_text or self.first["tokenizer"] != other.first["tokenizer"]:
             return None

@@ -26,7 +26,14 @@ def ratio_and_error(
     return float(ratio), _error(losses - ratio * counts, counts.sum())
 
 
-def difference_and_error(a: tuple[np.ndarray, np.ndarray], b: tuple[np.ndarray, np.ndarray]) -> tuple:
+def standard_error(values: np.ndarray) -> float | None:
+    """Of the mean of values (n,); None for a single one."""
+    return ratio_and_error(values, np.ones(len(values)))[1]
+
+
+def difference_and_error(
+    a: tuple[np.ndarray, np.ndarray], b: tuple[np.ndarray, np.ndarray]
+) -> tuple[float, float | None]:
     """Mean loss of a minus that of b, and its standard error over the clusters that both are sums over.
 
     a, b: (losses, counts), (clusters,) each. The difference of two ratio estimators, linearised (Cochran 1977,

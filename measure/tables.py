@@ -37,8 +37,6 @@ class Table:
 
     def sorted(self, column: str) -> "Table":
         """By the number that a cell begins with, or by its words; cells without anything come last."""
-        if column not in self.header:
-            raise ValueError(f"sort={column!r}: the columns are {', '.join(self.header)}")
         place = self.header.index(column)
         rows = sorted(self.rows, key=lambda row: _sort_key(row[place]))
         return Table(self.title, self.header, rows, self.note)
@@ -52,12 +50,12 @@ def _sort_key(cell: str) -> tuple:
 
 
 def places(error: float) -> int:
-    """Decimals that leave an error two digits of its own."""
+    """Decimals that leave an error two digits of its own, or all before the point."""
     return max(0, 1 - math.floor(math.log10(error)))
 
 
 def digits(value: float, error: float | None, show_error: bool = True) -> str:
-    """A number with no more digits than its error allows, two of the error's own."""
+    """A number with no more digits than its error allows: at least two of the error's own, and all before the point."""
     if error is None or not 0 < error < math.inf or not math.isfinite(value):
         return f"{value:.4g}"
     n = places(error)
@@ -94,88 +92,71 @@ def difference(pair: dict | None) -> str:
     return (text + spread).replace("-", "−")
 
 
-def one_model(result: dict) -> Table:
+def one_model(group: Group) -> Table:
     """A line a length: perplexity, bits per byte, and the ratio to the perplexity at the training length."""
-    train_length, lines = result["train_length"], []
-    for row in result["rows"]:
+    train_length, lines = group.first["train_length"], []
+    for measured in group.first["rows"]:
+        length, row = measured["length"], group.row(measured["length"])
         if row["nll"] is None:
-            lines.append([str(row["length"]), row["note"], "", "", ""])
+            lines.append([str(length), row["note"], "", "", ""])
             continue
-        bits, pair = row.get("bits_per_byte"), row.get("against_train_length")
-        relative = row["stderr"] / row["nll"] if row["stderr"] and row["nll"] else None
-        bits = "" if bits is None else digits(bits, relative and bits * relative, show_error=False)
-        to_train = "1" if row["length"] == train_length else ratio(pair)
-        lines.append([str(row["length"]), with_error(row), bits, to_train, f"{row['scored']:,}"])
-    header = ["length", "perplexity", "bits/byte", f"÷ at {train_length} [95 %]", "scored"]
-    return Table("", header, lines)
+        shown = [_value(row, "perplexity"), _value(row, "bits_per_byte", show_error=False)]
+        shown.append("1" if length == train_length else ratio(group.against(group, length, train_length)))
+        lines.append([str(length), *shown, f"{measured['scored']:,}"])
+    return Table("", ["length", "perplexity", "bits/byte", f"÷ at {train_length} [95 %]", "scored"], lines)
 
 
-def _label_columns(groups: Sequence[Group]) -> tuple[list[str], Callable[[Group], list[str]]]:
-    """Name, number of seeds where any has several, training length where they differ."""
-    several = any(len(group.members) > 1 for group in groups)
-    lengths = len({group.first["train_length"] for group in groups}) > 1
-    header = ["model", *(["seeds"] if several else []), *(["trained at"] if lengths else [])]
-
-    def cells(group: Group) -> list[str]:
-        seeds, trained = str(len(group.members)), str(group.first["train_length"])
-        return [group.label, *([seeds] if several else []), *([trained] if lengths else [])]
-
-    return header, cells
-
-
-def _lengths(groups: Sequence[Group]) -> list[int]:
-    return [row["length"] for row in groups[0].first["rows"]]
+def _value(row: dict, metric: str, show_error: bool = True) -> str:
+    return NOTHING if row[metric] is None else digits(row[metric], row[f"{metric}_error"], show_error)
 
 
 def by_length(groups: Sequence[Group], metric: str) -> Table:
     """A line a model, a column a length: `perplexity` or `bits_per_byte`."""
-    header, cells = _label_columns(groups)
-    lengths, lines, notes = _lengths(groups), [], {}
-    for group in groups:
-        line = cells(group)
-        for length in lengths:
-            row = group.row(length)
-            line.append(NOTHING if row[metric] is None else digits(row[metric], row[f"{metric}_error"]))
-            if row["nll"] is None:
-                notes[f"{group.label}: {row['note']}"] = None
-        lines.append(line)
-    several = any(len(group.members) > 1 for group in groups)
-    errors = "± is the standard deviation over seeds, or a single run's standard error" if several else ""
-    note = "; ".join([*([errors] if errors else []), *notes])
-    return Table(metric.replace("_", " "), [*header, *map(str, lengths)], lines, note)
+    errors = "± is the standard deviation over seeds, or a single run's standard error"
+    notes = [errors] if any(len(group.members) > 1 for group in groups) else []
+    ended = {f"{g.label}: {row['note']}": None for g in groups for row in g.first["rows"] if row["nll"] is None}
+    cell = lambda group, length: _value(group.row(length), metric)  # noqa: E731
+    return _over_lengths(metric.replace("_", " "), groups, cell, "; ".join([*notes, *ended]))
 
 
-def against_train_length(groups: Sequence[Group]) -> Table | None:
+def against_train_length(groups: Sequence[Group]) -> Table:
     """Each model's perplexity over its own at its training length, on the same tokens."""
-    header, cells = _label_columns(groups)
-    lines = []
-    for group in groups:
+
+    def cell(group: Group, length: int) -> str:
         base = group.first["train_length"]
-        pairs = {length: group.against(group, length, base) for length in _lengths(groups) if length != base}
-        if any(pairs.values()):
-            shown = [ratio(pairs.get(length)) if length != base else "1" for length in _lengths(groups)]
-            lines.append([*cells(group), *shown])
-    if not lines:
-        return None
-    title = "perplexity ÷ that at the training length, on the same tokens [95 %]"
-    return Table(title, [*header, *map(str, _lengths(groups))], lines)
+        return "1" if length == base else ratio(group.against(group, length, base))
+
+    there = [group for group in groups if group.first["train_length"] in group.members[0].scored]
+    return _over_lengths("perplexity ÷ that at the training length, on the same tokens [95 %]", there, cell)
 
 
-def against(groups: Sequence[Group], reference: Group) -> Table | None:
+def against(groups: Sequence[Group], reference: Group) -> Table:
     """Each model's nats a token minus the reference's, at each length on the same tokens."""
-    header, cells = _label_columns(groups)
+    others = [group for group in groups if group is not reference]
+    note = "±: half of the 95 % interval"
+    if any(len(group.members) > 1 for group in groups):
+        note += "; in brackets: standard deviation over seeds"
+    cell = lambda group, length: difference(group.against(reference, length))  # noqa: E731
+    return _over_lengths(f"nats a token minus those of {reference.label}, on the same tokens", others, cell, note)
+
+
+def _over_lengths(title: str, groups: Sequence[Group], cell: Callable[[Group, int], str], note: str = "") -> Table:
+    """A line a model, a column a length; lines in which nothing but 1 stands are left out.
+
+    Between them the number of seeds, where any has several, and the training length, where they differ.
+    """
+    lengths = [row["length"] for row in groups[0].first["rows"]] if groups else []
+    about = {}
+    if any(len(group.members) > 1 for group in groups):
+        about["seeds"] = lambda group: str(len(group.members))
+    if len({group.first["train_length"] for group in groups}) > 1:
+        about["trained at"] = lambda group: str(group.first["train_length"])
     lines = []
     for group in groups:
-        pairs = [group.against(reference, length) for length in _lengths(groups)]
-        if group is not reference and any(pairs):
-            lines.append([*cells(group), *map(difference, pairs)])
-    if not lines:
-        return None
-    title = f"nats a token minus those of {reference.label}, on the same tokens"
-    note = "±: half of the 95 % interval" + (
-        "; in brackets: standard deviation over seeds" if "seeds" in header else ""
-    )
-    return Table(title, [*header, *map(str, _lengths(groups))], lines, note)
+        cells = [cell(group, length) for length in lengths]
+        if set(cells) - {NOTHING, "1"}:
+            lines.append([group.label, *(tell(group) for tell in about.values()), *cells])
+    return Table(title, ["model", *about, *map(str, lengths)], lines, note)
 
 
 def settings_apart(settings: dict[str, dict]) -> Table | None:
@@ -216,3 +197,6 @@ def _of_probe(results: Sequence[dict], probe: str, x: str, value: str, cell: Cal
         lines.append([result["run"], *(cell(there[at]) if at in there else NOTHING for at in xs)])
         notes |= {f"{result['run']}: {row['note']}": None for row in of_x.values() if "note" in row}
     return Table(title, ["model", *map(str, xs)], lines, "; ".join(notes))
+
+
+PROBES = {"recall": recall, "shift": shift}

@@ -39,6 +39,11 @@ def write_file(path: Path, write: Callable[[Path], Any], new: bool = False) -> N
         temporary.unlink(missing_ok=True)
 
 
+def write_text(path: Path, text: str, new: bool = False) -> None:
+    """write_file for a text, in UTF-8."""
+    write_file(path, lambda temporary: temporary.write_text(text, encoding="utf-8"), new)
+
+
 def save_checkpoint(run: Path, step: int, model: GPT, state: dict) -> Path:
     """Write the model and `state` (plain values and tensors), then delete the run's older checkpoints."""
     folder = Path(run) / "checkpoint"

@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from data import get_tokenizer
 from eval import EvalConfig
 from model import load_run
-from runs import CONFIGS, TrainConfig, meant, new_wandb_id
+from runs import CONFIGS, TrainConfig, new_wandb_id
 from tests.trained import TINY, command, composed, metrics, records, run, same, weights
 from train import Trainer
 
@@ -161,20 +161,21 @@ def test_sampling_refuses(two_runs, tmp_path):
         assert "Traceback" not in done.stderr
 
 
-def test_help_names_every_group_and_every_setting_it_shows_is_one(tmp_path):
-    for script, schema in (("train.py", TrainConfig), ("eval.py", EvalConfig)):
-        shown = command(script, "--help", cwd=tmp_path)
-        assert shown.returncode == 0, shown.stderr
-        assert max(map(len, shown.stdout.splitlines())) <= 120
-        settings = re.findall(r"(?<![\w'.-])([a-z_]+(?:\.[a-z_]+)*)=", shown.stdout)
-        assert len(set(settings)) >= 10
-        assert not [line for name in settings for line in meant([f"{name}=x"], schema) if "." in name]
-    groups = {path.name for path in CONFIGS.iterdir() if path.is_dir()}
-    text = command("train.py", "--help", cwd=tmp_path).stdout
-    assert groups == {line.split()[0] for line in text.splitlines() if re.match("  [a-z]+ +[a-z]", line)} & groups
-    for group in groups:
-        for choice in (CONFIGS / group).glob("*.yaml"):
-            assert re.search(rf"\b{choice.stem}\b", text)
+def test_help_names_every_group_and_choice_and_only_settings_that_exist(tmp_path):
+    groups = {path.name: [choice.stem for choice in path.glob("*.yaml")] for path in CONFIGS.iterdir() if path.is_dir()}
+    for name, schema in (("train", TrainConfig), ("eval", EvalConfig)):
+        done = command(f"{name}.py", "--help", cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        assert max(map(len, done.stdout.splitlines())) <= 120
+        config = composed(name=name, schema=schema)
+        shown = set(re.findall(r"(?<![\w'.-])([a-z_]+(?:\.[a-z_]+)*)=", done.stdout)) - set(groups)
+        assert len(shown) >= 10
+        for key in shown:
+            *parents, last = key.split(".")
+            assert last in (OmegaConf.select(config, ".".join(parents)) if parents else config), key
+        for group in groups if name == "train" else ["scaling"]:
+            for word in (group, *groups[group]):
+                assert re.search(rf"\b{word}\b", done.stdout), word
 
 
 @pytest.mark.parametrize(

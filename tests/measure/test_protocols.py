@@ -13,7 +13,7 @@ from measure.protocols import (
     cut_by_position,
     evaluate_lengths,
     new_losses,
-    plan,
+    plan_passes,
     score,
     split,
     stretches,
@@ -159,8 +159,8 @@ def test_errors_are_over_documents_where_there_are_enough(model, monkeypatch):
 @pytest.mark.parametrize("size", [50, 97])
 def test_loss_by_position_is_the_slow_loop(model, size):
     tokens, length = random_tokens(model, 1, size)[0].numpy(), 24
-    bins = cut_by_position(stretches(size, length), length)
-    passes = plan(bins, model.pos, 64)
+    bins = cut_by_position(stretches(size, length), widening_edges(length))
+    passes = plan_passes(bins, model.pos, 64)
     score(model, tokens, passes, losses := new_losses(passes))
     of_position = {}
     for target in range(1, size - (size - 1) % length):  # full windows only
@@ -182,12 +182,12 @@ def test_shared_passes_give_what_passes_of_their_own_give(pos):
     model = small_model(pos, train_length=24)
     tokens, whole = random_tokens(model, 1, 120)[0].numpy(), stretches(120, 24)
     windows = [cut(whole, n, 24, protocol, 4) for protocol in protocols.PROTOCOLS for n in (8, 12, 24)]
-    windows += cut_by_position(whole, 24)
-    together = plan(windows, model.pos, 100)
+    windows += cut_by_position(whole, widening_edges(24))
+    together = plan_passes(windows, model.pos, 100)
     score(model, tokens, together, losses := new_losses(together))
     apart = 0
     for one, values in zip(windows, split(losses, windows), strict=True):
-        alone = plan([one], model.pos, 100)
+        alone = plan_passes([one], model.pos, 100)
         score(model, tokens, alone, own := new_losses(alone))
         np.testing.assert_allclose(values, own, atol=1e-9)
         apart += alone.tokens
@@ -197,10 +197,12 @@ def test_shared_passes_give_what_passes_of_their_own_give(pos):
 def test_an_aligned_sliding_sweep_costs_little_more_than_its_longest_length():
     whole = stretches(100_000, 1024)
     scheme = small_model({"name": "rope"}).pos
-    cost = lambda lengths: plan([cut(whole, n, 1024, "sliding", 64) for n in lengths], scheme, 16384).tokens  # noqa: E731
+    cost = lambda lengths: plan_passes([cut(whole, n, 1024, "sliding", 64) for n in lengths], scheme, 16384).tokens  # noqa: E731
     assert cost([256, 320, 384, 512, 1024]) < 1.01 * cost([1024])
     stretched = small_model({"name": "rope"}, scaling={"name": "ntk"}, train_length=256).pos
-    assert plan([cut(whole, n, 1024, "sliding", 64) for n in (512, 1024)], stretched, 16384).tokens > 1.4 * cost([1024])
+    assert plan_passes([cut(whole, n, 1024, "sliding", 64) for n in (512, 1024)], stretched, 16384).tokens > 1.4 * cost(
+        [1024]
+    )
 
 
 def test_lengths_of_different_frequencies_share_nothing():
@@ -217,7 +219,7 @@ def test_lengths_of_different_frequencies_share_nothing():
 def test_interrupted_scoring_goes_on_to_the_same_numbers(model):
     tokens, whole = random_tokens(model, 1, 400)[0].numpy(), stretches(400, 24)
     windows = [cut(whole, n, 24, "sliding", 3) for n in LENGTHS]
-    passes = plan(windows, model.pos, 60)
+    passes = plan_passes(windows, model.pos, 60)
     score(model, tokens, passes, expected := new_losses(passes))
     losses, calls = new_losses(passes), []
 
