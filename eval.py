@@ -13,12 +13,13 @@ What is measured is kept: an interrupted command, given again, goes on where it 
 import contextlib
 import glob
 import logging
+import os
 import re
 import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -122,20 +123,41 @@ def read_runs(config: DictConfig) -> list[Run]:
     configs = [read_config(path) for *_, path in read]
     for *_, path in read:
         load_weights(path)  # a damaged one must be known before hours of measuring
-    names = [settings.name for _, settings, *_ in read]
+    names = [settings.name.encode("utf-8", "replace").decode() for _, settings, *_ in read]  # YAML can hold half a pair
+    if len(set(names)) < len(names):
+        names = [
+            name if names.count(name) == 1 else path[0].resolve().name for name, path in zip(names, read, strict=True)
+        ]
+    if len(set(names)) < len(names):
+        names = [str(folder) for folder, *_ in read]
     found = []
-    for (folder, settings, origin, path), gpt_config in zip(read, configs, strict=True):
+    for name, (folder, settings, origin, path), gpt_config in zip(names, read, configs, strict=True):
         tokenizer = get_tokenizer(settings.tokenizer.name)
+        _check_header(folder, settings, tokenizer, gpt_config)
         files = prepare(DataConfig(**settings.data), tokenizer, say=log.info)
-        name = settings.name if names.count(settings.name) == 1 else folder.resolve().name
         found.append(Run(folder, settings, origin, path, gpt_config, name, tokenizer, files))
     return found
+
+
+def _check_header(folder: Path, settings: DictConfig, tokenizer: Tokenizer, found: GPTConfig) -> None:
+    """ValueError unless a checkpoint is of the model that config.yaml describes."""
+    plain = OmegaConf.to_container(settings)
+    described = {"vocab_size": tokenizer.vocab_size, "pos": plain["pos"], "scaling": plain["scaling"]}
+    expected = asdict(GPTConfig.from_dict(plain["model"], **described))
+    for key, value in asdict(found).items():
+        if value != expected[key]:
+            raise ValueError(
+                f"{folder}: config.yaml says {key}={expected[key]}, its checkpoint {value}; not of one run"
+            )
 
 
 def _folders(config: DictConfig) -> list[Path]:
     if config.runs is None:
         return [runs.latest_run(Path(config.root))]
-    given = [config.runs] if isinstance(config.runs, str) else list(config.runs)
+    plain = OmegaConf.to_container(config)["runs"]
+    given = plain if isinstance(plain, list) else [plain]
+    if not all(isinstance(name, str) and name for name in given):
+        raise ValueError(f"runs={plain}: must be a run folder, a pattern, or a list of them")
     if not given:
         raise ValueError("runs=[]: give at least one run folder, or leave it out for the latest run")
     found = []
@@ -186,7 +208,8 @@ def plan_tasks(
     tasks, skipped = [], []
     for run in loaded:
         weights = file_digest(run.checkpoint)
-        model = f"{run.checkpoint.stem} {seedless(OmegaConf.to_container(run.settings))}"
+        trained = f"{run.checkpoint.stem} on {run.origin['fingerprint']}"
+        model = f"{trained} {seedless(OmegaConf.to_container(run.settings))}"
         for scaling in scalings_of(config):
             label = run.name if scaling is None else " ".join([run.name, *_scaling_words(scaling)])
             stretched = scaling is not None and scaling.get("name") != "none"
@@ -197,6 +220,9 @@ def plan_tasks(
             job = Job(gpt_config, run.files, run.tokenizer, scoring)
             folder = Path(run.settings.data.cache).expanduser() / "measurements"
             losses = Losses(folder, job.identity() | machine | {"weights": weights}, new_losses(job.plan), config.fresh)
+            if any(task.run is run and task.job.config == gpt_config for task in tasks):
+                skipped.append(f"{label}: is measured already, under another name")
+                continue
             key = f"{model} {gpt_config.scaling}"
             if any((key, run.settings.seed) == (task.key, task.run.settings.seed) for task in tasks):
                 key += f" {run.folder}"  # the same training twice is no second seed
@@ -207,7 +233,10 @@ def plan_tasks(
 
 
 def _scaling_words(scaling: dict) -> list[str]:
-    return [str(scaling[key]) for key in ("name", "factor") if scaling.get(key)]
+    """Its name, and what is not as by default: [yarn, 4.0, beta_fast=8]."""
+    name, known = lookup("scaling", {"none": lambda: None, **SCALINGS}, scaling)
+    others = {key: value for key, value in scaling.items() if key != "name" and value != known[key]}
+    return [name, *(str(value) if key == "factor" else f"{key}={value}"[:24] for key, value in others.items())]
 
 
 def measure_all(tasks: list[ScaledRun], device: torch.device, precision: str) -> None:
@@ -276,7 +305,8 @@ def log_curve(result: dict, prefix: str, record: Callable[[dict], None], wandb_r
 
 def log_measurements(task: ScaledRun, found: list[Measurement], report: Report, wandb_run: runs.WandbRun) -> None:
     """Curves by length and by position, and the table of paired differences."""
-    stretched = "".join(f"_{word}" for word in _scaling_words(found[0].result["scaling"] or {}))
+    scaling = found[0].result["scaling"]
+    stretched = "".join(f"_{word}" for word in _scaling_words(scaling)) if scaling else ""
     pairs = []
     for measurement in found:
         result = measurement.result
@@ -291,6 +321,8 @@ def log_measurements(task: ScaledRun, found: list[Measurement], report: Report, 
     for row in found[0].result.get("by_position", []):
         values = {f"by_position/nll{stretched}": row["nll"], f"by_position/stderr{stretched}": row["stderr"]}
         wandb_run.log({"by_position/position": row["to"], **values})
+    for row in found[0].result.get("shift", []):
+        wandb_run.summary({f"shift/mean_change_{row['shift']}{stretched}": row["mean_change"]})
     pairs += [pair for pair in report.paired if pair["model"] == report.labels[task.key]]
     columns = ["protocol", "length", "reference", "difference", "low", "high", "clusters"]
     wandb_run.table(f"paired{stretched}", columns, [[pair[column] for column in columns] for pair in pairs])
@@ -332,7 +364,10 @@ def evaluate_runs(config: DictConfig) -> list[dict]:
     for run in loaded:
         mine = [(task, of_task) for task, of_task in zip(tasks, by_task, strict=True) if task.run is run]
         if len(loaded) > 1 and mine:
-            Report([m for _, of_task in mine for m in of_task]).write(run.folder, html=False)
+            try:
+                Report([m for _, of_task in mine for m in of_task]).write(run.folder, html=False)
+            except OSError as error:  # somebody else's run; the comparison holds it all
+                log.warning("note: nothing is written into %s: %s", run.folder, error)
         with _wandb(run, mode) as wandb_run:
             for task, of_task in mine:
                 log_measurements(task, of_task, report, wandb_run)
@@ -347,8 +382,11 @@ def _out(config: DictConfig, loaded: list[Run]) -> Path:
         out = loaded[0].folder
     else:
         out = Path(config.root) / f"{datetime.now():%Y-%m-%d_%H-%M-%S}_comparison"
-    if out.exists() and not out.is_dir():
-        raise ValueError(f"out={out}: is a file; give a folder")
+    there = next(path for path in (out, *out.absolute().parents) if path.exists())
+    if not there.is_dir():
+        raise ValueError(f"out={out}: {there} is a file; give a folder")
+    if not os.access(there, os.W_OK):
+        raise ValueError(f"out={out}: {there} cannot be written to; give another folder")
     return out
 
 

@@ -1,5 +1,6 @@
 """Figures a paper could use: one look for all of them. PNG or SVG, by the ending of the path."""
 
+import textwrap
 from collections.abc import Iterable, Sequence
 from itertools import cycle
 from pathlib import Path
@@ -19,8 +20,9 @@ def styles() -> Iterable[dict]:
 
 
 def literal(label: str) -> str:
-    """A label as it stands: no formula, and no leading _, which would hide it from the legend."""
-    return "\u200b" + label.replace("$", r"\$")
+    """A label as it stands: no formula, no leading _, which would hide it from the legend, nothing SVG cannot hold."""
+    shown = "".join(c if c.isprintable() else "\ufffd" for c in label)
+    return "\u200b" + textwrap.shorten(shown, 90, placeholder="…").replace("$", r"\$")
 
 
 def save(figure: Any, path: Path) -> None:

@@ -55,8 +55,11 @@ def cut(
     nonoverlapping: windows of `length` side by side, the last one of a piece what is left; all tokens but the first of
     each piece are scored. sliding: the targets are cut into blocks of `stride`, the same for all lengths, from the
     first in each piece that has a full context at the longest length; a window of `length` inputs ends with its block.
-    max_targets keeps at most that many, in whole windows (one at least), spread over the text.
+    max_targets keeps at most that many (one window at least), the same for all lengths, spread over the text: blocks of
+    sliding windows, or for nonoverlapping ones stretches of longest windows, each then a piece of its own.
     """
+    if max_targets is not None and protocol == "nonoverlapping":
+        pieces = _thinned(pieces, longest, max_targets)
     parts = []
     for begin, end in pieces.tolist():
         if protocol == "nonoverlapping":
@@ -68,9 +71,18 @@ def cut(
             starts = ends - 1 - length
         parts.append(np.stack((starts, firsts, ends), axis=1))
     spans = np.concatenate(parts)
-    if max_targets is not None:
-        spans = spans[_spread(len(spans), max(1, max_targets // (length if protocol == "nonoverlapping" else stride)))]
+    if max_targets is not None and protocol == "sliding":
+        spans = spans[_spread(len(spans), max(1, max_targets // stride))]
     return Windows(length, spans)
+
+
+def _thinned(pieces: np.ndarray, longest: int, max_targets: int) -> np.ndarray:
+    """Stretches of whole windows of the longest length with at most max_targets targets, one window at least."""
+    windows = cut(pieces, longest, longest, "nonoverlapping", longest)
+    spans = windows.spans[windows.counts == longest]
+    kept = spans[_spread(len(spans), max(1, max_targets // longest))]
+    border = kept[1:, 0] != kept[:-1, 2] - 1  # else the next window goes on where this one ends
+    return np.stack((kept[np.r_[True, border], 0], kept[np.r_[border, True], 2]), axis=1)
 
 
 def _spread(n: int, keep: int) -> np.ndarray:
@@ -212,10 +224,11 @@ class Scored:
         return np.stack((spans[np.r_[True, ~joined], 0], spans[np.r_[~joined, True], 1]), axis=1)
 
 
-def document_of(windows: Windows, documents: np.ndarray) -> np.ndarray | None:
-    """The document of each window's first target; None where too few documents are scored to take an error over."""
+def clusters_of(windows: Windows, documents: np.ndarray, longest: int) -> np.ndarray:
+    """What errors are taken over, an id a window: the document of its first target, where at least ENOUGH_DOCUMENTS are
+    scored; else stretches of the text as long as the longest window, since neighbouring windows are alike."""
     ids = np.searchsorted(documents, windows.spans[:, 1], side="right") - 1
-    return ids if len(np.unique(ids)) >= ENOUGH_DOCUMENTS else None
+    return ids if len(np.unique(ids)) >= ENOUGH_DOCUMENTS else windows.spans[:, 1] // longest
 
 
 def token_array(tokens: torch.Tensor | np.ndarray) -> np.ndarray:
@@ -256,9 +269,9 @@ def check_measurement(
             f"lengths={list(lengths)}: a window of {max(lengths)} and its target do not fit into the {len(tokens)} "
             "tokens of the text; use shorter lengths or more text"
         )
-    if "sliding" in protocols and not 1 <= stride <= min(lengths):
+    if "sliding" in protocols and not (stride == int(stride) and 1 <= stride <= min(lengths)):
         raise ValueError(f"stride={stride}: must be from 1 to the shortest length, {min(lengths)}")
-    if max_targets is not None and max_targets < 1:
+    if max_targets is not None and (max_targets != int(max_targets) or max_targets < 1):
         raise ValueError(f"max_targets={max_targets}: must be at least 1, or null for all")
     if documents is not None:
         if documents.ndim != 1 or len(documents) < 2 or (np.diff(documents) <= 0).any():
@@ -293,13 +306,15 @@ def evaluate_lengths(
     begins, and the end: no window crosses a border, and only documents that hold the longest window are scored.
 
     Returns one dict a length: length; nll, nats a token, the sum of all losses over their count; perplexity; stderr,
-    the standard error of nll over windows (ratio estimator; None for a single one), those of one document counted
-    as one where `documents` are given and at least 10 are scored; scored, the tokens counted.
+    the standard error of nll over windows (ratio estimator; None for a single one), or where `documents` are given over
+    those, or if fewer than 10 are scored over stretches as long as the longest window; scored, the tokens counted.
     Past a learned table nll, perplexity and stderr are None, scored is 0 and `note` says where the table ends.
     Raises ValueError for settings that do not fit the text or each other, and ids outside the vocabulary.
     """
     tokens, documents = token_array(tokens), None if documents is None else token_array(documents)
     check_measurement(tokens, lengths, [protocol], stride, max_targets, documents)
+    if bytes_per_token is not None and len(bytes_per_token) < model.config.vocab_size:
+        raise ValueError(f"bytes_per_token has {len(bytes_per_token)} entries for {model.config.vocab_size} ids")
     lengths, limit = [int(length) for length in lengths], model.pos.max_length
     pieces = stretches(len(tokens), max(lengths), documents)
     fitting = [length for length in lengths if limit is None or length <= limit]
@@ -311,7 +326,7 @@ def evaluate_lengths(
     with tqdm(total=passes.tokens, unit="token", unit_scale=True, leave=False, disable=hidden) as bar:
         score(model, tokens, passes, losses, bar.update)
     for of_length, values in zip(windows, split(losses, windows), strict=True):
-        clusters = None if documents is None else document_of(of_length, documents)
+        clusters = None if documents is None else clusters_of(of_length, documents, max(lengths))
         rows[of_length.length] = Scored(of_length, values, clusters).row(byte_sums)
     return [rows.get(length) or no_row(length, limit, byte_sums is not None) for length in lengths]
 

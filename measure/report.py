@@ -28,7 +28,8 @@ img{max-width:100%;display:block;margin:1.5rem 0}pre{background:#f5f5f5;padding:
 SCRIPT = """
 for(const th of document.querySelectorAll("th"))th.onclick=()=>{
 const body=th.closest("table").tBodies[0],i=th.cellIndex,up=th.dataset.up=th.dataset.up==="1"?"0":"1";
-const key=r=>{const t=r.cells[i].textContent.replace("\\u2212","-"),n=parseFloat(t);return isNaN(n)?t:n};
+const key=r=>{const t=r.cells[i].textContent.replaceAll("\\u2212","-"),n=parseFloat(t.replaceAll(",",""));
+return isNaN(n)?t:n};
 [...body.rows].sort((a,b)=>{const x=key(a),y=key(b);
 const c=typeof x===typeof y?(x<y?-1:x>y?1:0):(typeof x==="number"?-1:1);
 return up==="1"?c:-c}).forEach(r=>body.append(r))}
@@ -97,7 +98,9 @@ class Report:
         return next((group for group in groups if group.label == self.reference), groups[0])
 
     def _probed(self, name: str) -> list[dict]:
-        """A probe's rows of each model that has them, averaged over its seeds."""
+        """A probe's rows of each model that has them, averaged over its seeds; none of different tokenizers."""
+        if self.metric != "perplexity":
+            return []
         groups = next(iter(self.protocols.values()))
         return [rows for group in groups if (rows := group.probe(name, AVERAGED[name]))]
 
@@ -146,13 +149,16 @@ class Report:
             write_text(folder / "report.html", page)
 
     def _other_figures(self) -> dict[str, Callable[[Path], None]]:
+        if self.metric != "perplexity":
+            return {}  # losses a token of different tokenizers, side by side
         with_positions = [g for groups in self.protocols.values() for g in groups if g.first.get("by_position")]
         figures = {"by_position": lambda path: plots.plot_positions(with_positions, path)} if with_positions else {}
         if recalled := self._probed("recall"):
             figures["recall"] = lambda path: probe_plots.plot_recall(recalled, path)
         for result in self.results:
             if "attention" in result:
-                stem = "attention_" + re.sub(r"\W+", "_", result["run"])
+                stem = "attention_" + re.sub(r"\W+", "_", result["run"], flags=re.ASCII)[:80]
+                stem += f"_{len(figures)}" if stem in figures else ""
                 figures[stem] = lambda path, result=result: probe_plots.plot_attention(result, path)
         return figures
 

@@ -5,7 +5,7 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, count, pairwise
 
 import numpy as np
 
@@ -16,9 +16,9 @@ from measure.protocols import (
     Windows,
     bytes_before,
     check_measurement,
+    clusters_of,
     cut,
     cut_by_position,
-    document_of,
     no_row,
     plan_passes,
     score,
@@ -111,8 +111,9 @@ class Job:
     def measurements(self, losses: np.ndarray, about: dict, seed: int = 0, key: str = "") -> list[Measurement]:
         """One for each protocol; the first also has the curve by position. about: what else to say of the run."""
         byte_sums = bytes_before(self.files.val, self.tokenizer.bytes_per_token)
+        offsets, longest = self.files.val_offsets, max(self.scoring.lengths)
         scored = iter(
-            Scored(windows, values, document_of(windows, self.files.val_offsets))
+            Scored(windows, values, clusters_of(windows, offsets, longest))
             for windows, values in zip(self.windows, split(losses, self.windows), strict=True)
         )
         c, p, found = self.config, self.scoring, []
@@ -141,16 +142,22 @@ def paired(a: Sequence[Scored], b: Sequence[Scored]) -> dict | None:
     """Mean loss of a minus that of b on the same tokens, with its 95 % interval; None where the tokens differ.
 
     a, b: the same seeds in the same order; losses are averaged over them, and `spread` is the standard deviation of
-    their differences (None for a single seed). The interval is over documents, or where errors are not taken over
-    documents over stretches of the text as long as the longest window.
+    their differences (None for a single seed). The interval is over the clusters of a and b (their windows, if they
+    have none) where these hold the same tokens, else over stretches of the text as long as the longer window.
     """
     if not all(np.array_equal(a[0].targets(), other.targets()) for other in (*a[1:], *b)):
         return None
-    size = max(a[0].windows.length, b[0].windows.length)
-    ids = [s.windows.spans[:, 1] // size if s.clusters is None else s.clusters for s in (*a, *b)]
-    n = 1 + max(int(of_one.max()) for of_one in ids)
-    losses = [np.bincount(of_one, s.losses, n) for of_one, s in zip(ids, (*a, *b), strict=True)]
-    counts = [np.bincount(of_one, s.windows.counts, n) for of_one, s in zip(ids, (*a, *b), strict=True)]
+    both = (*a, *b)
+
+    def sums(ids: list[np.ndarray]) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        n = 1 + max(int(of_one.max()) for of_one in ids)
+        losses = [np.bincount(of_one, s.losses, n) for of_one, s in zip(ids, both, strict=True)]
+        return losses, [np.bincount(of_one, s.windows.counts, n) for of_one, s in zip(ids, both, strict=True)]
+
+    losses, counts = sums([s.clusters if s.clusters is not None else np.arange(len(s.losses)) for s in both])
+    if not np.array_equal(counts[0], counts[-1]):  # windows over borders: the same token is in different clusters
+        size = max(s.windows.length for s in both)
+        losses, counts = sums([s.windows.spans[:, 1] // size for s in both])
     there = (counts[0] > 0) | (counts[-1] > 0)
     k = len(a)
     mean_a, mean_b = (np.mean(side, axis=0)[there] for side in (losses[:k], losses[k:]))
@@ -227,7 +234,8 @@ def group_labels(named: Sequence[tuple[str, str]]) -> dict[str, str]:
     labels = {}
     for key, same in names.items():
         label = same[0] if len(set(same)) == 1 else re.sub(r"[_\- ]*seed[_\-= ]*\d+", "", same[0]) or same[0]
-        labels[key] = label if label not in labels.values() else same[0]
+        candidates = chain([label, same[0]], (f"{same[0]} ({i})" for i in count(2)))
+        labels[key] = next(candidate for candidate in candidates if candidate not in labels.values())
     return labels
 
 
@@ -242,7 +250,7 @@ def grouped(measurements: Sequence[Measurement]) -> list[Group]:
 
 def seedless(settings: dict) -> str:
     """What must be equal for two runs to be seeds of one configuration; settings: a run's, as plain values."""
-    left_out = {"seed", "name", "wandb", "device", "resume", "preset", "val", "init_from"}
+    left_out = {"seed", "name", "wandb", "device", "resume", "preset", "val"}
     kept = {key: value for key, value in settings.items() if key not in left_out}
     kept["data"] = {key: value for key, value in settings["data"].items() if key != "cache"}
     said_only = ("eval_every", "checkpoint_every", "log_every")

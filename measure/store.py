@@ -6,6 +6,7 @@ device and this program's own source. It holds one float64 a window, NaN where t
 
 import hashlib
 import json
+import logging
 import time
 from functools import cache
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch
 
 from model.checkpoint import write_file
 
+log = logging.getLogger("ropewalk")
 SAVE_EVERY = 10.0  # seconds
 
 
@@ -42,7 +44,7 @@ class Losses:
         if not fresh and self.path.is_file():
             try:
                 found = np.load(self.path, allow_pickle=False)
-            except (OSError, ValueError):  # damaged: measured again
+            except Exception:  # whatever a damaged file happens to trigger: measured again
                 return
             if found.shape == empty.shape and found.dtype == empty.dtype:
                 self.values = found
@@ -53,10 +55,14 @@ class Losses:
 
     def save(self, now: bool = False) -> None:
         """Write what there is, if the last time is a while ago."""
-        if now or time.monotonic() - self.saved > SAVE_EVERY:
+        if not (now or time.monotonic() - self.saved > SAVE_EVERY):
+            return
+        try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             write_file(self.path, lambda temporary: _write(temporary, self.values))
-            self.saved = time.monotonic()
+        except OSError as error:  # measuring goes on: it only cannot be continued
+            log.warning("note: what is measured cannot be kept: %s", error)
+        self.saved = time.monotonic()
 
 
 def _write(path: Path, values: np.ndarray) -> None:

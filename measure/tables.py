@@ -56,7 +56,7 @@ def places(error: float) -> int:
 
 def digits(value: float, error: float | None, show_error: bool = True) -> str:
     """A number with no more digits than its error allows: at least two of the error's own, and all before the point."""
-    if error is None or not 0 < error < math.inf or not math.isfinite(value):
+    if error is None or not 1e-9 * abs(value) < error < math.inf:  # less is rounding
         return f"{value:.4g}"
     n = places(error)
     return f"{value:.{n}f} ± {error:.{n}f}" if show_error else f"{value:.{n}f}"

@@ -67,7 +67,10 @@ def test_evaluation_on_other_data_says_so(two_runs, tmp_path, caplog):
         (["device=tpu"], "device='tpu'"),
         (["precision=fp8"], "precision='fp8'"),
         (["wandb.mode=loud"], "'loud'"),
-        (["out=pyproject.toml"], r"out=pyproject\.toml: is a file"),
+        (["out=pyproject.toml"], r"out=pyproject\.toml: pyproject\.toml is a file"),
+        (["out=pyproject.toml/x"], r"pyproject\.toml is a file"),
+        (["runs=5"], "runs=5: must be a run folder"),
+        (["runs=''"], "runs=: must be a run folder"),
         (["documents=inside"], "documents='inside': use within or across"),
         (["documents=within", "lengths=[16,5000]"], "do not fit into"),
         (["documents=within", "lengths=[16,200]"], "no document holds a window of 200 .*the longest has"),
@@ -108,6 +111,30 @@ def test_a_damaged_checkpoint_is_named_before_anything_is_measured(damage, two_r
     with pytest.raises((ValueError, FileNotFoundError), match=r"holds no checkpoint|not a whole checkpoint"):
         measure(f"runs=[{two_runs / 'learned'},{tmp_path / 'copy'}]", f"out={out}")
     assert not out.exists()
+
+
+@pytest.mark.parametrize("change", [{"pos": {"name": "none"}}, {"model": {"train_length": 99}}, {"scaling": {"a": 1}}])
+def test_a_config_that_is_not_of_its_checkpoint_is_refused(change, two_runs, tmp_path):
+    shutil.copytree(two_runs / "rope", tmp_path / "copy")
+    path = tmp_path / "copy" / "config.yaml"
+    config = OmegaConf.load(path)
+    config.pos = change.get("pos", config.pos)
+    OmegaConf.save(OmegaConf.merge(config, {key: value for key, value in change.items() if key != "pos"}), path)
+    with pytest.raises(ValueError, match=r"copy: config\.yaml says|scaling"):
+        measure(f"runs={tmp_path / 'copy'}", f"out={tmp_path / 'out'}")
+    assert not (tmp_path / "out").exists()
+
+
+def test_names_that_are_equal_are_told_apart(two_runs, tmp_path):
+    for place in ("p", "q"):
+        shutil.copytree(two_runs / "rope", tmp_path / place / "run")
+    yarns = "scalings=[null,none,yarn,yarn,{name: yarn, beta_fast: 8}]"
+    found = measure(f"runs=[{tmp_path / 'p' / 'run'},{tmp_path / 'q' / 'run'}]", yarns, f"out={tmp_path / 'out'}")
+    names = [result["run"] for result in found]
+    assert len(set(names)) == len(names) == 6  # none is what they were trained with, and the second yarn is the first
+    assert names[2].endswith(" yarn beta_fast=8")
+    labels = [group["model"] for group in json.loads((tmp_path / "out" / "extrapolation.json").read_text())["groups"]]
+    assert labels == names
 
 
 def test_a_grid_measures_what_makes_sense_and_says_what_it_leaves_out(two_runs, tmp_path, caplog):

@@ -5,6 +5,7 @@ import math
 import re
 import shutil
 import subprocess
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -116,6 +117,36 @@ def test_the_reference_can_be_chosen():
     assert Report(runs, reference="b").paired[0]["difference"] == pytest.approx(-1.0)
 
 
+def test_the_tables_say_what_the_pairs_say():
+    runs = [measurement("a", (1.0, 1.0)), measurement("b", (1.5, 2.0)), measurement("c", (3.0, 3.0))]
+    report = Report(runs, reference="b")
+    table = next(table for table in report.tables if "minus those of b" in table.title)
+    assert [(row[0], row[1].split()[0], row[2].split()[0]) for row in table.rows] == [
+        ("a", "−0.5", "−1"),
+        ("c", "+1.5", "+1"),
+    ]
+
+
+def test_probes_are_averaged_over_seeds():
+    rows = lambda gain: [  # noqa: E731
+        {"distance": 16, "nll": 6.0, "stderr": 0.1, "control_nll": 6.0 + gain, "gain": gain, "gain_stderr": 0.1}
+    ]
+    runs = [measurement(f"rope_seed{s}", seed=s, key="rope", recall=rows(1.0 + s)) for s in range(3)]
+    table = next(table for table in Report(runs).tables if "recall" in table.title)
+    assert table.rows == [["rope", "2.0 ± 1.0"]]
+    (alone,) = Report(runs[:1]).tables[1].rows
+    assert alone == ["rope_seed0", "1.00 ± 0.10"]
+
+
+def test_different_tokenizers_share_no_picture_of_losses_a_token(tmp_path):
+    recall = [{"distance": 16, "nll": 6.0, "stderr": 0.1, "control_nll": 6.0, "gain": 0.0, "gain_stderr": 0.1}]
+    report = Report([measurement("a", recall=recall), measurement("b", tokenizer="gpt2", recall=recall)])
+    report.write(tmp_path)
+    assert {path.stem for path in tmp_path.glob("*.svg")} == {"extrapolation"}
+    assert next(table.title for table in report.tables) == "sliding windows: bits per byte"
+    assert not [table for table in report.tables if "nats" in table.title]
+
+
 def test_settings_that_differ_are_shown():
     table = settings_apart({"a": {"pos": {"name": "rope"}, "lr": 1}, "b": {"pos": {"name": "alibi", "x": 2}, "lr": 1}})
     assert table.header == ["run", "pos.name", "pos.x"]
@@ -185,11 +216,13 @@ def test_seeds_are_a_curve_with_a_band(tmp_path, drawn):
     assert curve.get_ydata()[:3].tolist() == pytest.approx([2.0, 1.9, 1.8])
 
 
-@pytest.mark.parametrize("name", ["cost$\\alp$", "_hidden", "größe=3 {x} %s", "<b>&amp;"])
+@pytest.mark.parametrize("name", ["cost$\\alp$", "_hidden", "größe=3 {x} %s", "<b>&amp;", "\x07\x1b", "x" * 400])
 def test_any_name_can_be_shown(name, tmp_path):
     Report([measurement(name), measurement("other")]).write(tmp_path)
     assert (tmp_path / "extrapolation.png").stat().st_size > 5000
     assert "<b>" not in (tmp_path / "report.html").read_text()
+    for path in tmp_path.glob("*.svg"):
+        ElementTree.parse(path)  # a browser shows nothing of what is no XML
 
 
 def test_what_cannot_be_compared_is_said():

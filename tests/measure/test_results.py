@@ -1,12 +1,14 @@
 """Jobs, paired differences and groups of seeds, against plain arithmetic on the windows' losses."""
 
+import json
 import math
 
 import numpy as np
 import pytest
 
 from measure.protocols import Scored, Windows, cut, stretches
-from measure.results import Group, Measurement, group_labels, grouped, paired, seedless
+from measure.results import Group, Job, Measurement, Scoring, group_labels, grouped, paired, seedless
+from model import GPTConfig
 
 
 def scored(length: int, losses, clusters=None, protocol="sliding", n_tokens=97) -> Scored:
@@ -63,9 +65,84 @@ def test_lengths_are_paired_only_where_they_score_the_same_tokens():
     assert paired([Scored(capped, capped.counts * 1.0)], [scored(8, loss)]) is None
 
 
+def test_windows_over_borders_are_paired_by_stretches_not_by_documents():
+    """Across borders a token's document is another one at each length: by documents, the pairing would be lost."""
+    rng = np.random.default_rng(5)
+    of_token = rng.normal(0, 1, 2401).cumsum()  # neighbouring tokens are alike
+    document = lambda windows: np.minimum(windows.spans[:, 1] // 37, 60)  # noqa: E731
+    pairs = {}
+    for name, clusters in (("documents", document), ("none", None)):
+        sides = [
+            scored(length, lambda w: [of_token[a:b].sum() for _, a, b in w.spans], clusters, "nonoverlapping", 2401)
+            for length in (8, 24)
+        ]
+        pairs[name] = paired([sides[0]], [sides[1]])
+    assert pairs["documents"] == pairs["none"]
+    assert pairs["documents"]["difference"] == pytest.approx(0, abs=1e-9)
+    assert pairs["documents"]["high"] - pairs["documents"]["low"] < 1e-6
+
+
 def test_neighbouring_targets_are_one_stretch():
     spans = np.array([[0, 30, 40], [0, 10, 20], [0, 20, 30], [0, 50, 60]])
     assert Scored(Windows(8, spans), np.zeros(4)).targets().tolist() == [[10, 40], [50, 60]]
+
+
+class Text:
+    """Token files of 20 documents of 40 tokens."""
+
+    val, val_offsets = np.arange(800) % 61, np.arange(0, 801, 40)
+    meta, fingerprint = {"corpus": "text"}, "f"
+
+
+class Tokens:
+    name, bytes_per_token = "t", np.arange(61)
+
+
+def job(pos="rope", text=Text, tokens=Tokens, **scoring) -> Job:
+    config = GPTConfig(vocab_size=61, n_layer=1, n_head=1, head_dim=8, train_length=8, pos={"name": pos})
+    return Job(config, text, tokens, Scoring(**{"lengths": (8, 32), "stride": 4, **scoring}))
+
+
+def test_windows_stay_inside_documents_where_there_are_enough():
+    assert job().documents == "within documents: 20 of 20 hold a window of 32"
+    assert job(lengths=(8, 40)).documents == "across the borders of 20 documents"
+    few = type("Few", (Text,), {"val": Text.val[:360], "val_offsets": Text.val_offsets[:10]})
+    assert job(text=few).documents == "across the borders of 9 documents"
+    assert job(text=few, documents="within").documents == "within documents: 9 of 9 hold a window of 32"
+    for windows in job(protocols=("sliding", "nonoverlapping"), by_position=True).windows:
+        assert (windows.spans[:, 0] // 40 == (windows.spans[:, 2] - 1) // 40).all()
+
+
+def test_the_curve_by_position_is_of_the_same_text_and_says_where_each_bin_is():
+    made = job(by_position=True, max_targets=64)
+    losses = np.concatenate([w.counts * float(w.spans[0, 1] - 1 - w.spans[0, 0]) for w in made.windows])
+    (found,) = made.measurements(losses, {})
+    assert [(row["from"], row["to"]) for row in found.result["by_position"]][:5] == [
+        (0, 1),
+        (1, 2),
+        (2, 3),
+        (3, 4),
+        (4, 6),
+    ]
+    assert [row["nll"] for row in found.result["by_position"]][:5] == [0, 1, 2, 3, 4]  # as made up: where a bin begins
+    assert sum(row["scored"] for row in found.result["by_position"]) == 64
+
+
+def test_a_length_is_compared_with_the_training_length_and_not_the_other_way_round():
+    made = job()
+    losses = np.concatenate([w.counts * (2.5 if w.length == 32 else 2.0) for w in made.windows])
+    (found,) = made.measurements(losses, {})
+    assert found.result["rows"][1]["against_train_length"]["difference"] == pytest.approx(0.5)
+    assert "against_train_length" not in found.result["rows"][0]
+
+
+def test_what_is_kept_is_known_by_all_that_it_depends_on():
+    other_text = type("Other", (Text,), {"fingerprint": "g"})
+    other_tokens = type("Other", (Tokens,), {"name": "u"})
+    jobs = [job(), job(text=other_text), job(tokens=other_tokens), job(stride=2), job(lengths=(8, 31)), job(pos="none")]
+    jobs += [job(max_targets=64), job(documents="across"), job(by_position=True), job(protocols=("nonoverlapping",))]
+    assert len({json.dumps(one.identity()) for one in jobs}) == len(jobs)
+    assert job().identity() == job().identity()
 
 
 def measurement(run: str, seed: int, key: str, nll: float, protocol="sliding", **result) -> Measurement:
@@ -112,6 +189,8 @@ def test_labels_leave_out_the_seed_where_several_share_a_model():
     two = group_labels([("k", "r_seed0"), ("k", "r_seed1"), ("l", "r_seed2"), ("l", "r_seed3")])
     assert len(set(two.values())) == 2  # another setting differs, the names do not tell which
     assert group_labels([("k", "seed0"), ("k", "seed1")])["k"]
+    same = group_labels([("a", "x"), ("b", "x"), ("c", "x"), ("d", "r_seed0"), ("e", "r"), ("d", "r_seed1")])
+    assert len(set(same.values())) == 5
 
 
 def test_seeds_of_one_model_differ_in_nothing_else():
@@ -123,6 +202,7 @@ def test_seeds_of_one_model_differ_in_nothing_else():
     assert seedless(base) == seedless({**same, "train": {"lr": 1.0, "eval_every": 7}})
     assert seedless(base) != seedless({**base, "train": {"lr": 2.0, "eval_every": 5}})
     assert seedless(base) != seedless({**base, "pos": {"name": "alibi"}})
+    assert seedless({**base, "init_from": None}) != seedless({**base, "init_from": "outputs/a"})
 
 
 def test_a_group_past_its_table_says_so():
