@@ -36,7 +36,8 @@ class Cache:
         """The tokens to pass: the new ones, or all of them where the regime is not the one of those held."""
         self.past = self.length if regime == self.regime else 0
         self.regime = _NEVER  # until the pass is complete: after one that raises, everything is passed anew
-        return torch.cat((self.tokens[:, self.past : self.length], tokens), dim=1)
+        held = self.tokens[:, self.past : self.length]
+        return torch.cat((held, tokens), dim=1) if held.shape[1] else tokens
 
     def advance(self, tokens: Tensor, regime: Hashable) -> None:
         """Count passed tokens as held, after every layer has done its part."""

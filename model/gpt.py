@@ -12,6 +12,9 @@ from torch import Tensor, nn
 from model.attention import CHUNK, linear_attention, softmax_attention
 from model.cache import Cache, KVCache, StateCache
 from model.config import GPTConfig
+from model.gelu import gelu
+from model.linear import Linear, linear
+from model.loss import token_losses
 from model.positions import PositionScheme, build_scheme
 from model.sampling import sample
 
@@ -33,16 +36,15 @@ class Attention(nn.Module):
         super().__init__()
         self.layer, self.dropout, self.linear = layer, config.dropout, config.attention == "linear"
         self.n_head, self.n_kv_head, self.head_dim = config.n_head, config.n_kv_head, config.head_dim
-        self.qkv = nn.Linear(config.width, (config.n_head + 2 * config.n_kv_head) * config.head_dim, bias=config.bias)
-        self.out = nn.Linear(config.width, config.width, bias=config.bias)
-        self.residual_dropout = nn.Dropout(config.dropout)
+        self.qkv = Linear(config.width, (config.n_head + 2 * config.n_kv_head) * config.head_dim, bias=config.bias)
+        self.out = Linear(config.width, config.width, bias=config.bias)
 
     def forward(self, x: Tensor, step: "Step") -> Tensor:
         B, T, D = x.shape
         heads = self.qkv(x).view(B, T, -1, self.head_dim).transpose(1, 2)  # (B, H + 2 Hkv, T, head_dim)
         qk, v = heads.split((self.n_head + self.n_kv_head, self.n_kv_head), dim=1)
         y = self._linear(qk, v, step) if self.linear else self._softmax(qk, v, step)  # (B, H, T, head_dim)
-        return self.residual_dropout(self.out(y.transpose(1, 2).reshape(B, T, D)))
+        return F.dropout(self.out(y.transpose(1, 2).reshape(B, T, D)), self.dropout, self.training)
 
     def _softmax(self, qk: Tensor, v: Tensor, step: "Step") -> Tensor:
         q, k = step.rotate(qk).split((self.n_head, self.n_kv_head), dim=1)
@@ -64,12 +66,12 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     def __init__(self, config: GPTConfig):
         super().__init__()
-        self.up = nn.Linear(config.width, 4 * config.width, bias=config.bias)
-        self.down = nn.Linear(4 * config.width, config.width, bias=config.bias)
-        self.residual_dropout = nn.Dropout(config.dropout)
+        self.up = Linear(config.width, 4 * config.width, bias=config.bias)
+        self.down = Linear(4 * config.width, config.width, bias=config.bias)
+        self.dropout = config.dropout
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.residual_dropout(self.down(F.gelu(self.up(x), approximate="tanh")))
+        return F.dropout(self.down(gelu(self.up(x))), self.dropout, self.training)
 
 
 class Block(nn.Module):
@@ -154,11 +156,14 @@ class GPT(nn.Module):
             if targets is not None:
                 self.check_tokens(targets.masked_fill(targets == -100, 0))
         with contextlib.nullcontext() if cache is None else torch.no_grad():
-            if cache is None:
-                x = self._pass(tokens, 0, scaling_length or tokens.shape[1], None, first_position)
-            else:
-                x = self._cached_pass(tokens, cache, scaling_length)
+            x = self._rows(tokens, cache, scaling_length, first_position)
             return self._logits(x) if targets is None else self._losses(x, targets)
+
+    def _rows(self, tokens: Tensor, cache: Cache | None, scaling_length: int | None, first: int = 0) -> Tensor:
+        """Rows after the last norm, (B, T, D), with or without a cache."""
+        if cache is None:
+            return self._pass(tokens, 0, scaling_length or tokens.shape[1], None, first)
+        return self._cached_pass(tokens, cache, scaling_length)
 
     def _cached_pass(self, tokens: Tensor, cache: Cache, scaling_length: int | None) -> Tensor:
         cache.check(*tokens.shape)
@@ -177,7 +182,10 @@ class GPT(nn.Module):
         self.pos.check_position(end - 1)
         positions = torch.arange(first, end, device=tokens.device)
         new = positions[past:]
-        x = self.dropout(self.pos.embed(self.embedding(tokens), new))  # (B, T, D)
+        on_cpu = tokens.device.type == "cpu" and not torch.compiler.is_compiling()
+        # On the CPU the embedding's gradient stays rows until it joins that of the output matrix, a whole one anyway.
+        rows = F.embedding(tokens, self.embedding.weight, sparse=on_cpu)
+        x = self.dropout(self.pos.embed(rows, new))  # (B, T, D)
         step = Step(self.pos, positions, self.pos.rotation(new, length), cache)
         for block in self.blocks:
             x = block(x, step)
@@ -185,14 +193,16 @@ class GPT(nn.Module):
 
     def _logits(self, x: Tensor) -> Tensor:
         """(..., D) -> (..., vocab_size). The padding rows are cut off: their ids have no logit and no probability."""
-        return F.linear(x, self.embedding.weight)[..., : self.config.vocab_size]
+        return linear(x, self.embedding.weight)[..., : self.config.vocab_size]
 
     def _losses(self, x: Tensor, targets: Tensor) -> Tensor:
-        if not self.training:  # evaluation often scores few of a window's tokens: the others need no logits
-            scored = targets != -100
-            losses = _cross_entropy(self._logits(x[scored]), targets[scored])
-            return losses.new_zeros(targets.shape).masked_scatter(scored, losses)
-        return _cross_entropy(self._logits(x).flatten(0, 1), targets.flatten()).view_as(targets)
+        shared = (self.embedding.weight, self.config.vocab_size)
+        if self.training:
+            rows = token_losses(x.flatten(0, 1), shared[0], targets.flatten(), shared[1], torch.compiler.is_compiling())
+            return rows.view_as(targets)
+        scored = targets != -100  # evaluation often scores few of a window's tokens: the others need no logits
+        losses = token_losses(x[scored], shared[0], targets[scored], shared[1])
+        return losses.new_zeros(targets.shape).masked_scatter(scored, losses)
 
     def check_tokens(self, tokens: Tensor) -> None:
         """Raise ValueError unless every id is in [0, vocab_size)."""
@@ -251,7 +261,7 @@ class GPT(nn.Module):
         try:
             chunk = tokens
             for _ in range(max_new_tokens):
-                logits = self(chunk, cache=cache, scaling_length=scaling_length)[:, -1]
+                logits = self._logits(self._rows(chunk, cache, scaling_length)[:, -1])
                 following = sample(logits, temperature, top_k, top_p, generator)
                 tokens = torch.cat((tokens, following), dim=1)
                 chunk = tokens if cache is None else following
@@ -285,9 +295,3 @@ class GPT(nn.Module):
         if self.config.attention == "linear":  # a chunk of scores, the state read and the state written
             length = min(length, CHUNK) + self.config.head_dim
         return 2 * weights + 4 * self.config.n_layer * self.config.width * length
-
-
-def _cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """-log p(target), from log-sum-exp in float32 (float64 for float64 logits); 0 where the target is -100."""
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return F.cross_entropy(logits, targets, ignore_index=-100, reduction="none")

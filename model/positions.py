@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from model.registry import lookup
-from model.rope import apply_rotation, plain_frequencies, rope_frequencies, rotary_tables
+from model.rope import Rotation, plain_frequencies, rope_frequencies, rotary_tables
 from model.scaling import complete_scaling, regime, scaled
 
 
@@ -141,7 +141,7 @@ class RotaryPositions(PositionScheme):
 
     def rotation(self, positions: Tensor, length: int) -> Callable[[Tensor], Tensor]:
         cos, sin = rotary_tables(positions, *self.frequencies(length, positions.device))
-        return lambda x: apply_rotation(x, cos, sin, self.layout)
+        return Rotation(cos, sin, self.layout)
 
     def regime(self, length: int) -> Hashable:
         return None if self.scaling is None else regime(self.scaling, self.train_length, length)

@@ -44,53 +44,63 @@ def rotary_tables(positions: Tensor, inv_freq: Tensor, attention_scale: float = 
 
     The angles are elementwise products in inv_freq's precision, at least float32, so that no autocast and no model
     dtype can reach them: at position 10^6 a bfloat16 angle is off by up to 2,048 radians, a float32 one by 0.06.
-    apply_rotation then rounds them to its own precision.
+    Rotation then rounds them to its own precision.
     """
     inv_freq = inv_freq.to(torch.promote_types(inv_freq.dtype, torch.float32))
     angles = positions.to(inv_freq.dtype)[:, None] * inv_freq.to(positions.device)
     return angles.cos() * attention_scale, angles.sin() * attention_scale
 
 
-def _turn(x: Tensor, cos: Tensor, sin: Tensor, layout: str) -> Tensor:
-    planes = cos.shape[-1]
-    if layout == "half":
-        first, second = slice(0, planes), slice(planes, 2 * planes)
-    else:
-        first, second = slice(0, 2 * planes, 2), slice(1, 2 * planes, 2)
-    dtype = torch.promote_types(x.dtype, torch.float32)
-    cos, sin, wide = cos.to(dtype), sin.to(dtype), x.to(dtype)
-    factors = torch.ones((cos.shape[0], x.shape[-1]), dtype=dtype, device=x.device)  # 1: what does not turn
-    factors[:, first], factors[:, second] = cos, cos
-    out = wide * factors
-    out[..., first].addcmul_(wide[..., second], -sin)
-    out[..., second].addcmul_(wide[..., first], sin)
-    return out.to(x.dtype)
-
-
-class _Rotation(torch.autograd.Function):
+class _Turn(torch.autograd.Function):
     """Its backward pass is the rotation the other way: half the time of what autograd makes of the slices."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor, layout: str) -> Tensor:
+    def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor, first: slice, second: slice) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        ctx.layout = layout
-        return _turn(x, cos, sin, layout)
+        ctx.planes = first, second
+        return _turn(x, cos, sin, first, second)
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple:
         cos, sin = ctx.saved_tensors
-        return _Rotation.apply(grad, cos, -sin, ctx.layout), None, None, None
+        return _Turn.apply(grad, cos, -sin, *ctx.planes), None, None, None, None
 
 
-def apply_rotation(x: Tensor, cos: Tensor, sin: Tensor, layout: str = "half") -> Tensor:
-    """Turn the first 2 · planes dimensions of x (..., T, head_dim); the others pass through. Same dtype as x.
+def _turn(x: Tensor, cos: Tensor, sin: Tensor, first: slice, second: slice) -> Tensor:
+    """cos: a factor of every dimension, (T, head_dim); sin: of every plane's first one, (T, planes), and minus that."""
+    wide = x.to(cos.dtype)
+    out = wide * cos
+    out[..., first].addcmul_(wide[..., second], sin[0])
+    out[..., second].addcmul_(wide[..., first], sin[1])
+    return out.to(x.dtype)
 
-    Computed in float64 where x is float64, else in float32. layout `half` pairs dimensions (i, i + planes), as Llama's
-    and GPT-NeoX's code does; `interleaved` pairs (2i, 2i + 1), as the paper does. Gradients reach x only.
+
+class Rotation:
+    """Turns the first 2 · planes dimensions of x (..., T, head_dim); the others pass through. Same dtype as x.
+
+    cos and sin: (T, planes). Computed in float64 where x is float64, else in float32. layout `half` pairs dimensions
+    (i, i + planes), as Llama's and GPT-NeoX's code does; `interleaved` pairs (2i, 2i + 1), as the paper does. Gradients
+    reach x only. What depends on the tables alone is done once, for all the layers of a pass.
     """
-    if layout not in ("half", "interleaved"):
-        raise ValueError(f"layout={layout!r}: known layouts are half, interleaved")
-    return _Rotation.apply(x, cos, sin, layout)
+
+    def __init__(self, cos: Tensor, sin: Tensor, layout: str = "half"):
+        if layout not in ("half", "interleaved"):
+            raise ValueError(f"layout={layout!r}: known layouts are half, interleaved")
+        self.cos, self.sin, planes = cos, sin, cos.shape[-1]
+        half = layout == "half"
+        self.first = slice(0, planes) if half else slice(0, 2 * planes, 2)
+        self.second = slice(planes, 2 * planes) if half else slice(1, 2 * planes, 2)
+        self.tables = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        if self.tables is None or self.tables[0].dtype != dtype:
+            factors = torch.ones((len(self.cos), x.shape[-1]), dtype=dtype, device=x.device)  # 1: what does not turn
+            factors[:, self.first] = factors[:, self.second] = self.cos.to(dtype)
+            sin = self.sin.to(dtype)
+            self.tables = factors, torch.stack((-sin, sin))
+        turn = _Turn.apply if torch.is_grad_enabled() and x.requires_grad else _turn
+        return turn(x, *self.tables, self.first, self.second)
 
 
 def rotate(
@@ -108,7 +118,7 @@ def rotate(
     if 2 * inv_freq.shape[0] > x.shape[-1]:
         raise ValueError(f"{inv_freq.shape[0]} planes need {2 * inv_freq.shape[0]} dimensions, x has {x.shape[-1]}")
     cos, sin = rotary_tables(positions, inv_freq, attention_scale)
-    return apply_rotation(x, cos, sin, layout)
+    return Rotation(cos, sin, layout)(x)
 
 
 if __name__ == "__main__":

@@ -36,6 +36,37 @@ def test_blocks_of_queries_change_nothing(pos, n_kv_head, monkeypatch):
         torch.testing.assert_close(parameter.grad, gradient[name], rtol=1e-6, atol=1e-9, msg=name)
 
 
+@pytest.mark.parametrize("pos", ALL_SCHEMES, ids=scheme_id)
+@pytest.mark.parametrize("n_kv_head", [4, 2])
+def test_plain_products_are_the_fused_kernel(pos, n_kv_head, monkeypatch):
+    """What a CPU trains on in bfloat16, in float64 here, against torch's kernel: losses and every gradient."""
+    found = []
+    whole = small_model(pos, n_kv_head=n_kv_head, train_length=512).train()
+    tokens = random_tokens(whole, 2, 301)
+    for plain in (False, True):
+        monkeypatch.setattr(model.attention, "_plain_is_faster", lambda q, plain=plain: plain)
+        whole.zero_grad()
+        losses = whole(tokens[:, :-1], targets=tokens[:, 1:])
+        losses.square().mean().backward()
+        found.append([losses.detach(), *(parameter.grad for parameter in whole.parameters())])
+    for fused, product in zip(*found, strict=True):
+        torch.testing.assert_close(product, fused, rtol=1e-5, atol=1e-8)
+
+
+@pytest.mark.parametrize("pos", ALL_SCHEMES, ids=scheme_id)
+def test_training_in_bfloat16_is_near_float64(pos):
+    exact = small_model(pos).train()
+    rounded = small_model(pos, torch.float32).train()
+    rounded.load_state_dict(exact.state_dict())
+    tokens = random_tokens(exact, 4, 33)
+    exact(tokens[:, :-1], targets=tokens[:, 1:]).mean().backward()
+    with torch.autocast("cpu", torch.bfloat16):
+        losses = rounded(tokens[:, :-1], targets=tokens[:, 1:])
+    losses.mean().backward()
+    mine, theirs = (torch.cat([p.grad.flatten() for p in m.parameters()]).double() for m in (rounded, exact))
+    assert (mine - theirs).norm() < 0.03 * theirs.norm()
+
+
 # VmHWM is the peak of this program alone; getrusage's would start from the peak of the one that started it.
 PEAK = """
 import re, sys, torch

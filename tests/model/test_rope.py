@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from model.rope import apply_rotation, rope_frequencies, rotary_tables, rotate
+from model.rope import Rotation, rope_frequencies, rotary_tables, rotate
 from tests.helpers import small_model
 
 LAYOUTS = ["half", "interleaved"]
@@ -156,4 +156,4 @@ def test_rotate_refuses_shapes_that_do_not_fit():
     with pytest.raises(ValueError, match="planes"):
         rotate(x[..., :62], torch.arange(5), inv_freq)
     with pytest.raises(ValueError, match="half, interleaved"):
-        apply_rotation(x, *rotary_tables(torch.arange(5), inv_freq), layout="both")
+        Rotation(*rotary_tables(torch.arange(5), inv_freq), layout="both")
