@@ -48,7 +48,7 @@ def softmax_attention(
     if not scheme.biased and not plain:
         mask, causal = None, False
         if newest is not None:
-            mask = positions <= newest
+            mask = (positions <= newest)[None]
         elif Tq == Tk:
             causal = Tq > 1
         elif Tq > 1:  # is_causal would align its triangle with the first key, not the last

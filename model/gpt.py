@@ -13,6 +13,7 @@ from model.attention import CHUNK, linear_attention, softmax_attention
 from model.cache import Cache, KVCache, StateCache
 from model.config import GPTConfig
 from model.gelu import gelu
+from model.graph import GraphedStep, can_graph
 from model.linear import Linear, linear
 from model.loss import token_losses
 from model.positions import PositionScheme, build_scheme
@@ -24,7 +25,7 @@ class Step:
     """What one pass has in common for all layers."""
 
     scheme: PositionScheme
-    positions: Tensor  # int64 (Tk,), of all keys; the queries have the last of them
+    positions: Tensor  # int64 (Tk,), of all keys; the queries have the last of them, or the cache's `newest`
     rotate: Callable[[Tensor], Tensor]
     cache: Cache | None
 
@@ -51,7 +52,8 @@ class Attention(nn.Module):
         if step.cache is not None:
             k, v = step.cache.append(self.layer, k, v)
         dropout = self.dropout if self.training else 0.0
-        return softmax_attention(q, k, v, step.scheme, step.positions, dropout)
+        newest = step.cache.newest if step.cache is not None else None
+        return softmax_attention(q, k, v, step.scheme, step.positions, dropout, newest)
 
     def _linear(self, qk: Tensor, v: Tensor, step: "Step") -> Tensor:
         q, k = qk.split((self.n_head, self.n_kv_head), dim=1)
@@ -181,7 +183,19 @@ class GPT(nn.Module):
         end = first + past + tokens.shape[1]
         self.pos.check_position(end - 1)
         positions = torch.arange(first, end, device=tokens.device)
-        new = positions[past:]
+        return self._layers(tokens, positions, positions[past:], length, cache)
+
+    def fixed_step(self, token: Tensor, cache: KVCache) -> Tensor:
+        """Logits (B, V) after token int64 (B, 1), by operations that are the same whatever the cache holds.
+
+        The token's position is cache.newest, and counting it up is the caller's. See model/graph.py.
+        """
+        positions = torch.arange(cache.max_length, device=token.device)
+        length = cache.scaling_length or cache.max_length
+        return self._logits(self._layers(token, positions, cache.newest, length, cache)[:, -1])
+
+    def _layers(self, tokens: Tensor, positions: Tensor, new: Tensor, length: int, cache: Cache | None) -> Tensor:
+        """positions: int64 (Tk,), of all keys; new: (T,), of the tokens."""
         on_cpu = tokens.device.type == "cpu" and not torch.compiler.is_compiling()
         # On the CPU the embedding's gradient stays rows until it joins that of the output matrix, a whole one anyway.
         rows = F.embedding(tokens, self.embedding.weight, sparse=on_cpu)
@@ -259,9 +273,14 @@ class GPT(nn.Module):
         was_training = self.training
         self.eval()
         try:
-            chunk = tokens
+            chunk, graphed = tokens, None
             for _ in range(max_new_tokens):
-                logits = self._logits(self._rows(chunk, cache, scaling_length)[:, -1])
+                if graphed is None and cache is not None and cache.length and can_graph(self, cache, last + 1):
+                    graphed = GraphedStep(self, cache)
+                if graphed is not None:
+                    logits = graphed(chunk)
+                else:
+                    logits = self._logits(self._rows(chunk, cache, scaling_length)[:, -1])
                 following = sample(logits, temperature, top_k, top_p, generator)
                 tokens = torch.cat((tokens, following), dim=1)
                 chunk = tokens if cache is None else following

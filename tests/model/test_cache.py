@@ -160,3 +160,21 @@ def test_top_k_keeps_k_of_equals_and_takes_more_than_there_are():
 def test_cache_is_small_for_grouped_heads():
     one, four = (small_model({"name": "rope"}, n_kv_head=n).new_cache(1, 8) for n in (1, 4))
     assert one.keys.numel() * 4 == four.keys.numel()
+
+
+@pytest.mark.parametrize("pos", ALL_SCHEMES, ids=scheme_id)
+@pytest.mark.parametrize("n_kv_head", [4, 2])
+def test_steps_of_a_fixed_shape_give_the_full_pass(pos, n_kv_head):
+    """What CUDA graphs replay: the position is a tensor, and the room past it is masked (filled here with noise)."""
+    model = small_model(pos, n_kv_head=n_kv_head)
+    tokens = random_tokens(model, 2, 20)
+    cache = model.new_cache(2, 26)
+    cache.keys.normal_()
+    cache.values.normal_()
+    model(tokens[:, :7], cache=cache)
+    cache.newest = torch.tensor([7])
+    with torch.no_grad():
+        for t in range(7, 20):
+            logits = model.fixed_step(tokens[:, t : t + 1], cache)
+            torch.testing.assert_close(logits, model(tokens[:, : t + 1])[:, -1], rtol=0, atol=1e-10)
+            cache.newest += 1

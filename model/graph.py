@@ -1,0 +1,44 @@
+"""Decoding on CUDA without the host: a step of one token is captured once, and replayed."""
+
+import torch
+from torch import Tensor
+
+from model.cache import Cache, KVCache
+
+
+def can_graph(model, cache: Cache, last_length: int) -> bool:
+    """Whether all steps up to a sequence of last_length tokens are the same kernels on the same tables.
+
+    Not for linear attention, whose state is a new tensor each step, where a scaling's frequencies change on the way,
+    and under autocast, which keeps casts of the weights between steps.
+    """
+    if not isinstance(cache, KVCache) or cache.keys.device.type != "cuda" or torch.is_autocast_enabled("cuda"):
+        return False
+    lengths = (cache.scaling_length,) if cache.scaling_length else range(cache.length, last_length + 1)
+    return len({model.pos.regime(length) for length in lengths}) == 1
+
+
+class GraphedStep:
+    """The model's step for a cache that holds at least one token: token int64 (B, 1) -> logits (B, V) of the next.
+
+    The logits are overwritten by the next step. While it is in use, the cache's own length stands still.
+    """
+
+    def __init__(self, model, cache: KVCache):
+        self.token = torch.zeros((cache.batch_size, 1), dtype=torch.int64, device=cache.keys.device)
+        cache.newest = torch.tensor([cache.length], device=cache.keys.device)
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):  # libraries set themselves up, which must not be captured
+            for _ in range(2):
+                model.fixed_step(self.token, cache)
+        torch.cuda.current_stream().wait_stream(stream)
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self.logits = model.fixed_step(self.token, cache)
+            cache.newest += 1
+
+    def __call__(self, token: Tensor) -> Tensor:
+        self.token.copy_(token)
+        self.graph.replay()
+        return self.logits
