@@ -17,6 +17,7 @@ import shutil
 import sys
 import tempfile
 import uuid
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
@@ -61,6 +62,7 @@ class TrainSettings:
     grad_clip: float = MISSING
     compile: Any = "auto"
     tf32: bool = True
+    peak_flops: float | None = None
     eval_every: int = MISSING
     checkpoint_every: int = MISSING
     log_every: int = MISSING
@@ -90,6 +92,7 @@ class TrainConfig:
     resume: str | None = None
     init_from: str | None = None
     init_table: str | None = None
+    profile: bool = False
     model: dict[str, Any] = MISSING  # this and the next two are checked by GPTConfig
     pos: dict[str, Any] = MISSING
     scaling: dict[str, Any] | None = None
@@ -270,6 +273,55 @@ def pick_precision(name: str, device: torch.device) -> str:
 def autocast(device: torch.device, precision: str) -> torch.autocast:
     dtype = PRECISIONS[precision]
     return torch.autocast(device.type, dtype=dtype or torch.bfloat16, enabled=dtype is not None)
+
+
+# Dense bfloat16 operations a second by the vendors' data sheets; the first part of the device's name that fits counts.
+PEAK_FLOPS = {
+    "B200": 2.25e15,
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H100": 989e12,
+    "H200": 989e12,
+    "GH200": 989e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "L4": 121e12,
+    "A10": 125e12,
+    "RTX 4090": 165e12,
+    "RTX 3090": 71e12,
+}
+
+
+def peak_flops(device: torch.device, given: float | None) -> float | None:
+    """What the device could do a second at most: as given (train.peak_flops), else by its name, else not known."""
+    if given is not None or device.type != "cuda":
+        return given
+    name = torch.cuda.get_device_name(device)
+    return next((peak for part, peak in PEAK_FLOPS.items() if part in name), None)
+
+
+def seconds_since_launch() -> float:
+    """Since this process began, as Linux tells; elsewhere since this file was read."""
+    try:
+        began = int(Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()[19]) / os.sysconf("SC_CLK_TCK")
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - began
+    except (OSError, AttributeError, ValueError, IndexError):
+        return time.perf_counter() - _READ
+
+
+_READ = time.perf_counter()
+
+
+def profiler(folder: Path, device: torch.device) -> torch.profiler.profile:
+    """A context that records the third to the fifth step: profile.json (chrome://tracing), and the costliest ten."""
+
+    def ready(profile: torch.profiler.profile) -> None:
+        profile.export_chrome_trace(str(folder / "profile.json"))
+        order = f"self_{device.type}_time_total"
+        write_text(folder / "profile.txt", profile.key_averages().table(sort_by=order, row_limit=10))
+        log.info("profile  %s, and the ten most expensive operators beside it", folder / "profile.json")
+
+    return torch.profiler.profile(schedule=torch.profiler.schedule(wait=1, warmup=1, active=3), on_trace_ready=ready)
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ from model.checkpoint import (
 )
 
 log = logging.getLogger("ropewalk")
-
+IMPORTS = runs.seconds_since_launch()
 
 ConfigStore.instance().store(name="train_schema", node=runs.TrainConfig)
 
@@ -137,6 +137,7 @@ class Trainer:
 
     def __init__(self, config: DictConfig, gpt_config: GPTConfig, folder: Path, ranks: runs.Ranks):
         self.config, self.folder, self.ranks = config, folder, ranks
+        self.launched: float | None = time.perf_counter()
         self.device = runs.pick_device(config.device, ranks.local_rank)
         self.precision = runs.pick_precision(config.precision, self.device)
         torch.set_float32_matmul_precision("high" if config.train.tf32 and self.device.type == "cuda" else "highest")
@@ -172,6 +173,9 @@ class Trainer:
                 self._start_from(Path(config.init_from).expanduser())
         self.model.to(self.device).train()
         self._say_model()
+        peak = runs.peak_flops(self.device, config.train.peak_flops)
+        self.peak = peak and peak * ranks.world_size
+        self.flops = 3 * self.model.flops_per_token(config.model.train_length)  # backward: twice the forward pass
         t, groups = config.train, self.model.optimizer_groups(config.train.weight_decay)
         self.optimizer = torch.optim.AdamW(groups, lr=t.lr, betas=(t.beta1, t.beta2), fused=True)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.precision == "fp16")
@@ -255,11 +259,20 @@ class Trainer:
             bar = tqdm(total=t.max_steps, initial=self.step, unit="step", smoothing=0.05, disable=hidden)
             outputs.enter_context(bar)
             outputs.enter_context(logging_redirect_tqdm([logging.getLogger()]))
+            profiled = self.config.profile and self.ranks.first
+            profiler = outputs.enter_context(runs.profiler(self.folder, self.device)) if profiled else None
             nll, pending, clock = math.nan, [], time.perf_counter()
             while self.step < t.max_steps:
                 pending.append(self._update())
                 self.step += 1
                 bar.update()
+                if profiler:
+                    profiler.step()
+                if self.launched is not None:
+                    float(pending[0][1])  # on a GPU, the step is done only when its loss is there
+                    first, self.launched = IMPORTS + time.perf_counter() - self.launched, None
+                    log.info("start    %.1f s from launch to the end of the first step", first)
+                    self._record({"speed/seconds_to_first_step": first})
                 at_end = self.step == t.max_steps
                 evaluate = self.step % t.eval_every == 0 or at_end
                 checkpoint = self.step % t.checkpoint_every == 0 or at_end
@@ -268,7 +281,8 @@ class Trainer:
                 row = self._read(pending)
                 speed = len(pending) * step_tokens / (time.perf_counter() - clock)
                 bar.set_postfix_str(f"loss {row['train/loss']:.3f}, {speed:,.0f} tokens/s", refresh=False)
-                self._record({**row, "speed/tokens_per_second": speed})
+                mfu = None if self.peak is None else speed * self.flops / self.peak
+                self._record({**row, "speed/tokens_per_second": speed, "speed/mfu": mfu})
                 # In this order a killed run measures again what it resumes before; the last weights come first of all.
                 if at_end:
                     self._checkpoint()

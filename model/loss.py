@@ -1,5 +1,8 @@
 """Per-token losses of a large vocabulary, in chunks of tokens: the logits of all tokens never exist at once."""
 
+from collections.abc import Callable
+from functools import cache
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -13,7 +16,9 @@ def _sizes(device: torch.device) -> tuple[int, int]:
     return (2**25, 2**21) if device.type == "cpu" else (2**29, 2**29)
 
 
-@torch.compiler.disable  # a compiled model leaves its graph here: whether gradients are equal is seen from real strides
+# A compiled model leaves its graph here: whether gradients are equal is seen from real strides. (torch.compiler.disable
+# is the same, but loads the compiler, a second and a half at every start.)
+@torch._disable_dynamo
 def token_losses(x: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, fused: bool = False) -> Tensor:
     """-log p(target) of every row, from log-sum-exp in float32 (float64 for float64 rows); 0 where the target is -100.
 
@@ -49,7 +54,9 @@ def _rows(logits: Tensor, targets: Tensor, scale: Tensor | None, vocab_size: int
     return -picked[:, 0] * scored
 
 
-_fused_rows = torch.compile(_rows, dynamic=False)
+@cache
+def _fused_rows() -> Callable:
+    return torch.compile(_rows, dynamic=False)
 
 
 def _chunked(x, weight, targets, vocab_size, dtype, fused, scale=None) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -58,7 +65,7 @@ def _chunked(x, weight, targets, vocab_size, dtype, fused, scale=None) -> tuple[
     chunk = -(-len(x) // max(1, -(-len(x) // chunk)))  # as many, of equal size
     losses = torch.empty_like(targets, dtype=torch.promote_types(dtype, torch.float32))
     by_x, by_weight = (None, None) if scale is None else (torch.empty_like(x), torch.zeros_like(weight))
-    rows = _fused_rows if fused else _rows
+    rows = _fused_rows() if fused else _rows
     with torch.autocast(x.device.type, enabled=False):
         w = weight.to(dtype)
         for start in range(0, len(x), max(1, chunk)):
