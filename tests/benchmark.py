@@ -1,52 +1,54 @@
-"""What a position scheme costs: training steps side by side, and the memory of a long pass. Ratios are what counts.
+"""How fast, beside others and beside what the machine could do. Ratios count; absolute times are for reading.
 
-    python tests/benchmark.py [device=cuda] [rounds=20]
+    python tests/benchmark.py [device=cpu] [rounds=7] [peer=<a checkout of nanoGPT>]
+                              [rows=train,decode,sweep,schemes,memory]
 
-Step times: the shape of model=small (4 layers, 4 heads of 64, 16 windows of 256 bytes), precision auto, forward,
-backward, clipping and AdamW; one step of every scheme a round, in a shuffled order, so that a busy machine slows all
-alike. Memory: the peak that a forward pass over 8,192 tokens adds, one layer of 12 heads, float32, each in a process of
-its own (on the CPU: of the process, from Linux's /proc; on CUDA: of the allocator).
+Every contender is a process of its own (tests/contenders.py); all of a row do one piece of work a round, in a shuffled
+order, so that a busy machine slows all alike. Shown: medians over the rounds, and the quartiles of the ratios. The
+limits are measured in the same rounds: the rate of square matrix products for training, that of reading memory for
+decoding one sequence, which reads every weight once a token.
 """
 
+import json
 import random
-import re
 import subprocess
 import sys
-import time
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
+from statistics import median
 
 import torch
+from contenders import MODELS
 
-from model import GPT, GPTConfig
-from model.positions import SCHEMES
-from runs import autocast, pick_device, pick_precision
-
-MODELS = {name: {"pos": {"name": name}} for name in SCHEMES}
-MODELS["rope, linear attention"] = {"pos": {"name": "rope"}, "attention": "linear"}
+WORKER = Path(__file__).with_name("contenders.py")
 
 
 class Contender:
-    def __init__(self, settings: dict, device: torch.device):
-        torch.manual_seed(0)
-        shape = {"vocab_size": 257, "n_layer": 4, "n_head": 4, "train_length": 256}
-        self.model = GPT(GPTConfig(**shape, **settings)).to(device).train()
-        self.optimizer = torch.optim.AdamW(self.model.optimizer_groups(0.1), lr=1e-3, fused=True)
-        self.tokens = torch.randint(257, (16, 257), device=device)
-        self.device, self.precision, self.seconds = device, pick_precision("auto", device), []
+    def __init__(self, device: str, **words: str):
+        self.words = {"device": device, **words}
+        command = [sys.executable, str(WORKER), *(f"{key}={value}" for key, value in self.words.items())]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.seconds: list[float] = []
 
-    def step(self) -> None:
-        start = time.perf_counter()
-        with autocast(self.device, self.precision):
-            loss = self.model(self.tokens[:, :-1], targets=self.tokens[:, 1:]).mean()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        self.seconds.append(time.perf_counter() - start)
+    def ready(self) -> None:
+        self.worth = json.loads(self._line())
+
+    def once(self) -> None:
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+        self.seconds.append(float(self._line()))
+
+    def _line(self) -> str:
+        line = self.process.stdout.readline()
+        while line and not line.startswith(("{", *"0123456789")):  # others greet
+            line = self.process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"{self.words} ended early")
+        return line
+
+    def end(self) -> None:
+        self.process.stdin.close()
+        self.peak = int(self._line())
+        self.process.wait()
 
 
 def quartiles(values: list[float]) -> tuple[float, float, float]:
@@ -54,56 +56,125 @@ def quartiles(values: list[float]) -> tuple[float, float, float]:
     return tuple(ordered[round(part * (len(ordered) - 1))] for part in (0.25, 0.5, 0.75))
 
 
-def step_times(device: torch.device, rounds: int) -> None:
-    contenders = {name: Contender(settings, device) for name, settings in MODELS.items()}
-    for round_number in range(rounds + 3):
-        for name in random.Random(round_number).sample(list(contenders), len(contenders)):
-            contenders[name].step()
-    print(f"{'training step':24} {'ms':>8} {'tokens/s':>9}   ÷ learned (median, quartiles of the rounds)")
-    base = contenders["learned"].seconds[3:]  # the first rounds warm up
+def race(contenders: dict[str, Contender], rounds: int, warm: int = 2) -> None:
+    """All contenders of a row, `rounds` times after `warm` that do not count; each in a new order."""
+    for contender in contenders.values():
+        contender.ready()
+    for number in range(rounds + warm):
+        for name in random.Random(number).sample(list(contenders), len(contenders)):
+            contenders[name].once()
+    for contender in contenders.values():
+        contender.end()
+        contender.seconds = contender.seconds[warm:]
+
+
+def rates(contender: Contender, of: str) -> list[float]:
+    return [contender.worth[of] / seconds for seconds in contender.seconds]
+
+
+def show(title: str, contenders: dict[str, Contender], base: str, limit: str | None, of: str | None) -> None:
+    """tokens/s, its ratio to `base`'s, and the part of the limit's rate (`of`: operations or bytes) that is reached."""
+    print(f"\n{title:44} {'tokens/s':>10}   ÷ {base} (quartiles){'':10} {'of the limit':>13} {'peak, MB':>9}")
+    theirs = rates(contenders[base], "tokens")
     for name, contender in contenders.items():
-        seconds = contender.seconds[3:]
-        ratios = quartiles([mine / theirs for mine, theirs in zip(seconds, base, strict=True)])
-        middle = quartiles(seconds)[1]
-        shown = f"{ratios[1]:.3f} ({ratios[0]:.3f} to {ratios[2]:.3f})"
-        print(f"{name:24} {middle * 1e3:8.1f} {16 * 256 / middle:9,.0f}   {shown}")
+        if name == limit:
+            continue
+        mine = rates(contender, "tokens")
+        low, middle, high = quartiles([a / b for a, b in zip(mine, theirs, strict=True)])
+        reached = ""
+        if limit and of in contender.worth:
+            parts = [a / b for a, b in zip(rates(contender, of), rates(contenders[limit], of), strict=True)]
+            reached = f"{median(parts):.0%}"
+        peak = contender.peak / 1e6
+        ratio = f"{middle:.2f} ({low:.2f} to {high:.2f})"
+        print(f"{name:44} {median(mine):10,.0f}   {ratio:34} {reached:>13} {peak:9,.0f}")
+    if limit:
+        print(f"{limit:44} {median(rates(contenders[limit], of)) / 1e9:10,.0f} G {of} a second")
 
 
-def long_pass(name: str, device: torch.device) -> None:
-    """Print the bytes that a pass over 8,192 tokens adds to the peak. Run in a process of its own."""
-
-    def peak() -> int:
-        if device.type == "cuda":
-            return torch.cuda.max_memory_allocated(device)
-        status = Path("/proc/self/status").read_text()  # getrusage's peak would include the starting process'
-        return 1024 * int(re.search(r"VmHWM:\s+(\d+) kB", status)[1])
-
-    config = GPTConfig(vocab_size=257, n_layer=1, n_head=12, train_length=64, **MODELS[name])
-    model = GPT(config).eval().to(device)
-    with torch.inference_mode():
-        model(torch.zeros((1, 64), dtype=torch.int64, device=device))
-        before = peak()
-        model(torch.zeros((1, 8192), dtype=torch.int64, device=device))
-    print(peak() - before)
+def others(device: str, peer: str | None, **words: str) -> dict[str, Contender]:
+    found = {"transformers": Contender(device, who="transformers", **words)}
+    if peer:
+        found["nanoGPT"] = Contender(device, who="nanogpt", peer=peer, **words)
+    return found
 
 
-def memory(device: torch.device) -> None:
+def training(device: str, rounds: int, peer: str | None) -> None:
+    cuda = device.startswith("cuda")
+    for shape in ("gpt2",) if cuda else ("small", "wide"):
+        words = {"work": "train", "shape": shape}
+        field = {name: Contender(device, who="ropewalk", pos=name, **words) for name in ("learned", "rope")}
+        if cuda:
+            field |= {name: Contender(device, who="ropewalk", pos=name, **words) for name in ("alibi", "t5")}
+        field |= others(device, peer, **words) | {"products": Contender(device, work="products", who="machine")}
+        race(field, rounds, warm=4)
+        show(f"training step, shape {shape}", field, "nanoGPT" if peer else "transformers", "products", "operations")
+        state = field["learned"].worth["state"] / 1e6
+        print(f"  (of the peak, weights, gradients and moments in float32 take {state:,.0f} MB)")
+
+
+def decoding(device: str, rounds: int, peer: str | None) -> None:
+    for shape in ("small", "gpt2"):
+        words = {"work": "decode", "shape": shape}
+        field = {name: Contender(device, who="ropewalk", pos=name, **words) for name in ("learned", "rope", "alibi")}
+        if device.startswith("cuda"):
+            field["rope, bf16"] = Contender(device, who="ropewalk", pos="rope", dtype="bf16", **words)
+        slow = peer if shape == "small" else None  # without a cache, minutes for the large one
+        field |= others(device, slow, **words) | {"reading": Contender(device, work="read", who="machine")}
+        race(field, rounds, warm=1)
+        show(f"decoding one sequence, shape {shape}, float32", field, "transformers", "reading", "bytes")
+
+
+def sweeping(device: str, rounds: int) -> None:
+    field = {
+        f"{pos}, {what}": Contender(device, work="sweep", who="ropewalk", shape="small", pos=pos, **bare)
+        for pos in ("rope", "alibi")
+        for what, bare in (("measured", {}), ("bare passes", {"bare": "yes"}))
+    }
+    race(field, rounds, warm=1)
+    print(f"\n{'length sweep 1x to 8x, both protocols':44} {'seconds':>10}   ÷ bare passes (quartiles)")
+    for pos in ("rope", "alibi"):
+        measured, bare = (field[f"{pos}, {what}"].seconds for what in ("measured", "bare passes"))
+        low, middle, high = quartiles([a / b for a, b in zip(measured, bare, strict=True)])
+        print(f"{pos:44} {median(measured):10.2f}   {middle:.2f} ({low:.2f} to {high:.2f})")
+
+
+def schemes(device: str, rounds: int) -> None:
+    field = {n: Contender(device, work="train", who="ropewalk", shape="small", pos=n) for n in MODELS}
+    race(field, rounds, warm=3)
+    show("training step of every scheme, shape small", field, "learned", None, None)
+
+
+def memory(device: str) -> None:
     added = {}
     for name in MODELS:
         if name != "learned":  # its table ends
-            command = [sys.executable, __file__, f"device={device.type}", f"long_pass={name}"]
+            words = (f"device={device}", "work=long_pass", "who=ropewalk", f"pos={name}")
+            command = [sys.executable, str(WORKER), *words]
             added[name] = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
-    print(f"\n{'pass over 8,192 tokens':24} {'peak, MB':>8}   ÷ rope")
+    print(f"\n{'pass over 8,192 tokens, 12 heads, float32':44} {'peak, MB':>10}   ÷ rope")
     for name, peak in added.items():
-        print(f"{name:24} {peak / 1e6:8.0f}   {peak / added['rope']:.2f}")
+        print(f"{name:44} {peak / 1e6:10,.0f}   {peak / added['rope']:.2f}")
+
+
+def main() -> None:
+    words = dict(word.split("=", 1) for word in sys.argv[1:])
+    device = words.get("device", "cuda" if torch.cuda.is_available() else "cpu")
+    rounds, peer = int(words.get("rounds", 7)), words.get("peer")
+    rows = words.get("rows", "train,decode,sweep,schemes,memory").split(",")
+    name = torch.cuda.get_device_name(device) if device.startswith("cuda") else f"{torch.get_num_threads()} threads"
+    print(f"{device} ({name}), torch {torch.__version__}", flush=True)
+    if "train" in rows:
+        training(device, rounds, peer)
+    if "decode" in rows:
+        decoding(device, rounds, peer)
+    if "sweep" in rows:
+        sweeping(device, rounds)
+    if "schemes" in rows:
+        schemes(device, rounds)
+    if "memory" in rows:
+        memory(device)
 
 
 if __name__ == "__main__":
-    words = dict(word.split("=", 1) for word in sys.argv[1:])
-    chosen = pick_device(words.get("device", "auto"))
-    if "long_pass" in words:
-        long_pass(words["long_pass"], chosen)
-    else:
-        print(f"{chosen}, {torch.get_num_threads()} threads, torch {torch.__version__}\n")
-        step_times(chosen, int(words.get("rounds", 20)))
-        memory(chosen)
+    main()

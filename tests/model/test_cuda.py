@@ -1,0 +1,90 @@
+"""What only a CUDA device runs: the compiled model, FlexAttention's gradients, graphs for decoding."""
+
+import pytest
+import torch
+
+import model.attention
+from model.graph import can_graph
+from tests.helpers import ALL_SCHEMES, random_tokens, scheme_id, small_model
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+DEFAULTS = [pos for pos in ALL_SCHEMES if len(pos) == 1]
+
+
+def losses_and_gradients(network, forward, tokens):
+    network.zero_grad()
+    losses = forward(tokens[:, :-1], targets=tokens[:, 1:])
+    (losses.sum() / losses.numel()).backward()
+    return [losses.detach(), *(parameter.grad.clone() for parameter in network.parameters())]
+
+
+@pytest.mark.parametrize("pos", DEFAULTS, ids=scheme_id)
+def test_compiled_training_is_float64s_on_the_cpu(pos):
+    """In float32, without TF32: flash or FlexAttention, chunked losses with compiled rows, against plain code."""
+    exact = small_model(pos, train_length=256).train()
+    tokens = random_tokens(exact, 3, 257)
+    expected = losses_and_gradients(exact, exact, tokens)
+    on_gpu = small_model(pos, train_length=256).train().float().cuda()
+    torch.compiler.reset()
+    found = losses_and_gradients(on_gpu, torch.compile(on_gpu), tokens.cuda())
+    for mine, theirs in zip(found, expected, strict=True):
+        difference = (mine.cpu().double() - theirs).norm()
+        assert difference < 2e-4 * theirs.norm() + 1e-7
+
+
+@pytest.mark.parametrize("pos", DEFAULTS, ids=scheme_id)
+def test_flex_attention_has_the_plain_paths_gradients(pos):
+    whole = small_model(pos, torch.float32).cuda()
+    if not whole.pos.biased_by_distance:
+        return
+    positions = torch.arange(200, device="cuda")
+    found = []
+    for function in (model.attention.softmax_attention, torch.compile(model.attention.flex)):
+        g = torch.Generator("cuda").manual_seed(0)
+        q, k, v = (torch.randn(2, 4, 200, 16, generator=g, device="cuda", requires_grad=True) for _ in range(3))
+        whole.zero_grad()
+        function(q, k, v, whole.pos, positions).square().sum().backward()
+        found.append([q.grad, k.grad, v.grad, *(parameter.grad.clone() for parameter in whole.pos.parameters())])
+    for plain, mine in zip(*found, strict=True):
+        assert (mine - plain).norm() < 2e-3 * plain.norm()
+
+
+@pytest.mark.parametrize("pos", DEFAULTS, ids=scheme_id)
+@pytest.mark.parametrize("n_kv_head", [4, 2])
+def test_graphed_decoding_gives_the_tokens_of_full_passes(pos, n_kv_head):
+    network = small_model(pos, n_kv_head=n_kv_head, train_length=64).cuda()
+    prompt = random_tokens(network, 2, 5).cuda()
+    assert can_graph(network, network.new_cache(2, 40), 40)
+    with_cache = network.generate(prompt, 40)
+    assert torch.equal(with_cache, network.generate(prompt, 40, use_cache=False))
+    assert torch.equal(with_cache, network.generate(prompt, 40))
+
+
+def test_a_changing_scaling_is_not_graphed():
+    network = small_model({"name": "rope"}, scaling={"name": "dynamic", "factor": 2.0}).cuda()
+    cache = network.new_cache(1, 60)
+    assert can_graph(network, cache, 32)
+    assert not can_graph(network, cache, 40)
+    prompt = random_tokens(network, 1, 20).cuda()
+    assert torch.equal(network.generate(prompt, 30), network.generate(prompt, 30, use_cache=False))
+
+
+def test_a_step_does_not_wait_for_the_device():
+    network = small_model({"name": "rope"}, torch.float32).cuda().train()
+    optimizer = torch.optim.AdamW(network.optimizer_groups(0.1), fused=True)
+    tokens = random_tokens(network, 2, 33).cuda()
+
+    def step():
+        with torch.autocast("cuda", torch.bfloat16):
+            losses = network(tokens[:, :-1], targets=tokens[:, 1:])
+        (losses.sum() / losses.numel()).backward()
+        torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
