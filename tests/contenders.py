@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 
+import model.attention as model_attention
 from model import GPT, GPTConfig
 from model.positions import SCHEMES
 from runs import autocast, pick_device, pick_precision
@@ -23,7 +24,7 @@ from runs import autocast, pick_device, pick_precision
 SHAPES = {  # layers, heads of 64, ids, windows a step, tokens a window
     "small": (4, 4, 257, 16, 256),
     "wide": (4, 12, 50257, 4, 256),
-    "gpt2": (12, 12, 50257, 32, 1024),
+    "gpt2": (12, 12, 50257, 16, 1024),
 }
 MODELS = {name: {"pos": {"name": name}} for name in SCHEMES}
 MODELS["linear"] = {"pos": {"name": "rope"}, "attention": "linear"}
@@ -57,6 +58,8 @@ def train(words: dict, device: torch.device):
     _, _, ids, windows, length = SHAPES[words["shape"]]
     windows = int(words.get("windows", windows))
     model, who = build(words, device, length).train(), words["who"]
+    if words.get("flex") == "no":
+        model_attention._flex_is_faster = lambda q, scheme: False
     tokens = torch.randint(ids, (windows, length + 1), device=device)
     inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
     precision = pick_precision("auto", device)
@@ -65,7 +68,7 @@ def train(words: dict, device: torch.device):
     else:
         groups = model.optimizer_groups(0.1) if who == "ropewalk" else model.parameters()
         optimizer = torch.optim.AdamW(groups, lr=1e-3, fused=True)
-    compiles = device.type == "cuda" and who != "transformers" and words.get("compile", "yes") == "yes"
+    compiles = device.type == "cuda" and who != "transformers"
     forward = torch.compile(model) if compiles else model
     loss = {
         "ropewalk": lambda: forward(inputs, targets=targets).sum() / targets.numel(),
