@@ -275,7 +275,7 @@ class GPT(nn.Module):
         try:
             chunk, graphed = tokens, None
             for _ in range(max_new_tokens):
-                if graphed is None and cache is not None and cache.length and can_graph(self, cache, last + 1):
+                if graphed is None and cache is not None and cache.length and can_graph(self, cache):
                     graphed = GraphedStep(self, cache)
                 if graphed is not None:
                     logits = graphed(chunk)

@@ -6,16 +6,14 @@ from torch import Tensor
 from model.cache import Cache, KVCache
 
 
-def can_graph(model, cache: Cache, last_length: int) -> bool:
-    """Whether all steps up to a sequence of last_length tokens are the same kernels on the same tables.
+def can_graph(model, cache: Cache) -> bool:
+    """Whether every step is the same kernels on the same tables.
 
-    Not for linear attention, whose state is a new tensor each step, where a scaling's frequencies change on the way,
-    and under autocast, which keeps casts of the weights between steps.
+    Not for linear attention, whose state is a new tensor each step, nor under a scaling, whose frequencies may change on
+    the way, nor under autocast, which keeps casts of the weights between steps.
     """
-    if not isinstance(cache, KVCache) or cache.keys.device.type != "cuda" or torch.is_autocast_enabled("cuda"):
-        return False
-    lengths = (cache.scaling_length,) if cache.scaling_length else range(cache.length, last_length + 1)
-    return len({model.pos.regime(length) for length in lengths}) == 1
+    plain = isinstance(cache, KVCache) and model.config.scaling is None
+    return plain and cache.keys.is_cuda and not torch.is_autocast_enabled("cuda")
 
 
 class GraphedStep:
