@@ -2,9 +2,9 @@
 
 import atexit
 import contextlib
+import ctypes
 import difflib
 import itertools
-import ctypes
 import json
 import logging
 import math
@@ -16,8 +16,8 @@ import shlex
 import shutil
 import sys
 import tempfile
-import uuid
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
