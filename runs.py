@@ -2,7 +2,6 @@
 
 import atexit
 import contextlib
-import ctypes
 import difflib
 import itertools
 import json
@@ -16,7 +15,6 @@ import shlex
 import shutil
 import sys
 import tempfile
-import time
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -34,6 +32,7 @@ from omegaconf.errors import OmegaConfBaseException
 from data import DataConfig
 from measure.statistics import finite
 from model.checkpoint import write_text
+from speed import keep_memory
 
 log = logging.getLogger("ropewalk")
 
@@ -215,17 +214,6 @@ def _flat(config: DictConfig, prefix: str = "") -> Iterator[str]:
             yield from _flat(config[key], f"{name}.")
 
 
-def _keep_memory() -> None:
-    """Have glibc keep what is freed: else every step's large tensors come from the kernel, zeroed page by page.
-
-    That takes up to a third of a training step on a CPU (tests/benchmark.md). Other C libraries are left as they are.
-    """
-    with contextlib.suppress(OSError, AttributeError):
-        libc = ctypes.CDLL("libc.so.6")
-        libc.mallopt(-4, 0)  # M_MMAP_MAX: nothing in mappings of its own
-        libc.mallopt(-1, -1)  # M_TRIM_THRESHOLD: give nothing back
-
-
 def pick_device(name: str, local_rank: int = 0) -> torch.device:
     """`auto` or a device by name; under torchrun each process takes the CUDA device of its local rank.
 
@@ -247,7 +235,7 @@ def pick_device(name: str, local_rank: int = 0) -> torch.device:
         device = torch.device("cuda", index)
         torch.cuda.set_device(device)
     elif device.type == "cpu":
-        _keep_memory()
+        keep_memory()
     return device
 
 
@@ -273,55 +261,6 @@ def pick_precision(name: str, device: torch.device) -> str:
 def autocast(device: torch.device, precision: str) -> torch.autocast:
     dtype = PRECISIONS[precision]
     return torch.autocast(device.type, dtype=dtype or torch.bfloat16, enabled=dtype is not None)
-
-
-# Dense bfloat16 operations a second by the vendors' data sheets; the first part of the device's name that fits counts.
-PEAK_FLOPS = {
-    "B200": 2.25e15,
-    "H100 PCIe": 756e12,
-    "H100 NVL": 835e12,
-    "H100": 989e12,
-    "H200": 989e12,
-    "GH200": 989e12,
-    "A100": 312e12,
-    "L40S": 362e12,
-    "L4": 121e12,
-    "A10": 125e12,
-    "RTX 4090": 165e12,
-    "RTX 3090": 71e12,
-}
-
-
-def peak_flops(device: torch.device, given: float | None) -> float | None:
-    """What the device could do a second at most: as given (train.peak_flops), else by its name, else not known."""
-    if given is not None or device.type != "cuda":
-        return given
-    name = torch.cuda.get_device_name(device)
-    return next((peak for part, peak in PEAK_FLOPS.items() if part in name), None)
-
-
-def seconds_since_launch() -> float:
-    """Since this process began, as Linux tells; elsewhere since this file was read."""
-    try:
-        began = int(Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()[19]) / os.sysconf("SC_CLK_TCK")
-        return time.clock_gettime(time.CLOCK_BOOTTIME) - began
-    except (OSError, AttributeError, ValueError, IndexError):
-        return time.perf_counter() - _READ
-
-
-_READ = time.perf_counter()
-
-
-def profiler(folder: Path, device: torch.device) -> torch.profiler.profile:
-    """A context that records the third to the fifth step: profile.json (chrome://tracing), and the costliest ten."""
-
-    def ready(profile: torch.profiler.profile) -> None:
-        profile.export_chrome_trace(str(folder / "profile.json"))
-        order = f"self_{device.type}_time_total"
-        write_text(folder / "profile.txt", profile.key_averages().table(sort_by=order, row_limit=10))
-        log.info("profile  %s, and the ten most expensive operators beside it", folder / "profile.json")
-
-    return torch.profiler.profile(schedule=torch.profiler.schedule(wait=1, warmup=1, active=3), on_trace_ready=ready)
 
 
 @dataclass(frozen=True)

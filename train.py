@@ -25,6 +25,7 @@ from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 import runs
+import speed
 from data import DataConfig, TokenFiles, Tokenizer, absolute, draw_batch, get_tokenizer, prepare
 from eval import default_lengths, default_stride, log_curve
 from measure.protocols import new_losses
@@ -43,7 +44,7 @@ from model.checkpoint import (
 )
 
 log = logging.getLogger("ropewalk")
-IMPORTS = runs.seconds_since_launch()
+IMPORTS = speed.seconds_since_launch()
 
 ConfigStore.instance().store(name="train_schema", node=runs.TrainConfig)
 
@@ -90,6 +91,10 @@ def check_settings(config: DictConfig, ranks: runs.Ranks) -> GPTConfig:
     for key in ("beta1", "beta2"):
         if t[key] >= 1:
             raise ValueError(f"train.{key}={t[key]}: must be below 1")
+    if t.peak_flops is not None and not 0 < t.peak_flops < math.inf:
+        raise ValueError(f"train.peak_flops={t.peak_flops}: must be a finite number above 0, or null")
+    if config.profile and t.max_steps < 5:
+        raise ValueError(f"profile=true records steps 3 to 5, train.max_steps={t.max_steps}: must be at least 5")
     if t.compile not in ("auto", True, False):
         raise ValueError(f"train.compile={t.compile!r}: use auto, true or false")
     if not v.multiples or min(v.multiples) <= 0:
@@ -173,7 +178,7 @@ class Trainer:
                 self._start_from(Path(config.init_from).expanduser())
         self.model.to(self.device).train()
         self._say_model()
-        peak = runs.peak_flops(self.device, config.train.peak_flops)
+        peak = speed.peak_flops(self.device, config.train.peak_flops)
         self.peak = peak and peak * ranks.world_size
         self.flops = 3 * self.model.flops_per_token(config.model.train_length)  # backward: twice the forward pass
         t, groups = config.train, self.model.optimizer_groups(config.train.weight_decay)
@@ -260,7 +265,7 @@ class Trainer:
             outputs.enter_context(bar)
             outputs.enter_context(logging_redirect_tqdm([logging.getLogger()]))
             profiled = self.config.profile and self.ranks.first
-            profiler = outputs.enter_context(runs.profiler(self.folder, self.device)) if profiled else None
+            profiler = outputs.enter_context(speed.profiler(self.folder, self.device)) if profiled else None
             nll, pending, clock = math.nan, [], time.perf_counter()
             while self.step < t.max_steps:
                 pending.append(self._update())
@@ -279,10 +284,10 @@ class Trainer:
                 if not (self.step % t.log_every == 0 or evaluate or checkpoint):
                     continue
                 row = self._read(pending)
-                speed = len(pending) * step_tokens / (time.perf_counter() - clock)
-                bar.set_postfix_str(f"loss {row['train/loss']:.3f}, {speed:,.0f} tokens/s", refresh=False)
-                mfu = None if self.peak is None else speed * self.flops / self.peak
-                self._record({**row, "speed/tokens_per_second": speed, "speed/mfu": mfu})
+                rate = len(pending) * step_tokens / (time.perf_counter() - clock)
+                bar.set_postfix_str(f"loss {row['train/loss']:.3f}, {rate:,.0f} tokens/s", refresh=False)
+                mfu = None if self.peak is None else rate * self.flops / self.peak
+                self._record({**row, "speed/tokens_per_second": rate, "speed/mfu": mfu})
                 # In this order a killed run measures again what it resumes before; the last weights come first of all.
                 if at_end:
                     self._checkpoint()

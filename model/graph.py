@@ -9,8 +9,8 @@ from model.cache import Cache, KVCache
 def can_graph(model, cache: Cache) -> bool:
     """Whether every step is the same kernels on the same tables.
 
-    Not for linear attention, whose state is a new tensor each step, nor under a scaling, whose frequencies may change on
-    the way, nor under autocast, which keeps casts of the weights between steps.
+    Not for linear attention, whose state is a new tensor each step, nor under a scaling, whose frequencies may change
+    on the way, nor under autocast, which keeps casts of the weights between steps.
     """
     plain = isinstance(cache, KVCache) and model.config.scaling is None
     return plain and cache.keys.is_cuda and not torch.is_autocast_enabled("cuda")
