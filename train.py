@@ -266,7 +266,7 @@ class Trainer:
             outputs.enter_context(logging_redirect_tqdm([logging.getLogger()]))
             profiled = self.config.profile and self.ranks.first
             profiler = outputs.enter_context(speed.profiler(self.folder, self.device)) if profiled else None
-            nll, pending, clock = math.nan, [], time.perf_counter()
+            nll, pending, start, clock = math.nan, [], {}, time.perf_counter()
             while self.step < t.max_steps:
                 pending.append(self._update())
                 self.step += 1
@@ -275,9 +275,9 @@ class Trainer:
                     profiler.step()
                 if self.launched is not None:
                     float(pending[0][1])  # on a GPU, the step is done only when its loss is there
-                    first, self.launched = IMPORTS + time.perf_counter() - self.launched, None
-                    log.info("start    %.1f s from launch to the end of the first step", first)
-                    self._record({"speed/seconds_to_first_step": first})
+                    start = {"speed/seconds_to_first_step": IMPORTS + time.perf_counter() - self.launched}
+                    log.info("start    %.1f s from launch to the end of the first step", *start.values())
+                    self.launched = None
                 at_end = self.step == t.max_steps
                 evaluate = self.step % t.eval_every == 0 or at_end
                 checkpoint = self.step % t.checkpoint_every == 0 or at_end
@@ -287,7 +287,7 @@ class Trainer:
                 rate = len(pending) * step_tokens / (time.perf_counter() - clock)
                 bar.set_postfix_str(f"loss {row['train/loss']:.3f}, {rate:,.0f} tokens/s", refresh=False)
                 mfu = None if self.peak is None else rate * self.flops / self.peak
-                self._record({**row, "speed/tokens_per_second": rate, "speed/mfu": mfu})
+                self._record({**row, **start, "speed/tokens_per_second": rate, "speed/mfu": mfu})
                 # In this order a killed run measures again what it resumes before; the last weights come first of all.
                 if at_end:
                     self._checkpoint()
@@ -295,7 +295,7 @@ class Trainer:
                     nll = self._evaluate(last=at_end)
                 if checkpoint and not at_end:
                     self._checkpoint()
-                pending, clock = [], time.perf_counter()
+                pending, start, clock = [], {}, time.perf_counter()
             if math.isnan(nll):  # resumed after its last step, before its report
                 nll = self._evaluate(last=True)
         return self.ranks.share(nll)
