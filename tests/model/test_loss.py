@@ -100,6 +100,10 @@ def test_low_precision_is_near_and_sums_in_float32():
     exact = plain(exact_x, exact_weight, targets)
     (exact.sum() / ROWS).backward()
     assert losses.dtype == x.grad.dtype == weight.grad.dtype == torch.float32
+    logits = (x.detach().bfloat16() @ weight.detach().bfloat16().T)[:, :VOCAB].double()
+    scored = targets.clamp(min=0)[:, None]
+    widened = (logits.logsumexp(dim=1) - logits.gather(1, scored)[:, 0]) * (targets != -100)
+    torch.testing.assert_close(losses.double(), widened, rtol=1e-6, atol=1e-5)
     # products of 16 bfloat16 numbers of size 1, rounded to bfloat16: about 2^-8 of logits up to 10
     torch.testing.assert_close(losses.double(), exact, rtol=0, atol=0.1)
     for mine, theirs in ((x.grad, exact_x.grad), (weight.grad, exact_weight.grad)):
