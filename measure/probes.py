@@ -21,6 +21,7 @@ from measure.statistics import standard_error
 from model import GPT
 from model.attention import softmax_weights
 from model.gpt import Attention, Step
+from model.sampling import evaluating
 
 # The largest block of attention weights that is formed at once, in numbers: 32 MiB of float32.
 BLOCK = 2**23
@@ -73,7 +74,7 @@ def recall(
         ids = np.concatenate([np.hstack((start, between, strings)) for start in (strings, others)])
         first = slice(0, string_length - 1)  # the inputs that tokens 1, 2, ... of the copy follow
         second = slice(distance, distance + string_length - 1)
-        with _measuring(model):
+        with torch.inference_mode(), evaluating(model):
             losses = _losses(model, ids, batch_tokens, scored=(first, second))
         nll, control = losses[:, second].mean(axis=1).reshape(2, trials)
         rows[-1] |= {"nll": float(nll.mean()), "stderr": standard_error(nll), "control_nll": float(control.mean())}
@@ -110,7 +111,7 @@ def shift(
         _require(0, shifts=first)
     length, limit = train_length - near, model.pos.max_length
     ids = _windows(token_array(tokens), length + 1, windows)
-    with _measuring(model), _full_precision(model):
+    with torch.inference_mode(), evaluating(model), _full_precision(model):
         base, rows = _losses(model, ids, batch_tokens), []
         for first in shifts:
             values = ("nll", "difference", "stderr", "mean_change", "max_change")
@@ -152,7 +153,7 @@ def attention_by_distance(model: GPT, tokens: Tensor | np.ndarray, length: int, 
 
     hooks = [block.attention.register_forward_pre_hook(add) for block in model.blocks]
     try:
-        with _measuring(model), _full_precision(model):
+        with torch.inference_mode(), evaluating(model), _full_precision(model):
             for window in torch.from_numpy(ids):
                 model.check_tokens(window)
                 model(window[None].to(device), targets=torch.full((1, length), -100, device=device))  # forms no logits
@@ -215,17 +216,6 @@ def _losses(
         nll = model(batch[:, :-1].to(device), targets=targets.to(device), first_position=first_position)
         losses[start : start + per_batch] = nll.cpu().double().numpy()
     return losses
-
-
-@contextlib.contextmanager
-def _measuring(model: GPT) -> Iterator[None]:
-    was_training = model.training
-    model.eval()
-    try:
-        with torch.inference_mode():
-            yield
-    finally:
-        model.train(was_training)
 
 
 @contextlib.contextmanager

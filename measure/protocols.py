@@ -15,6 +15,7 @@ from tqdm import tqdm
 from measure.statistics import exp, ratio_and_error
 from model import GPT
 from model.positions import PositionScheme
+from model.sampling import evaluating
 
 PROTOCOLS = ("sliding", "nonoverlapping")
 # A cap on the scored tokens keeps windows at so many places of the text, neighbours together: neighbours share passes.
@@ -169,11 +170,10 @@ def score(
 
     done: called after each batch with the tokens it passed. Dropout is off; autocast is the caller's.
     """
-    device, was_training = next(model.parameters()).device, model.training
-    model.eval()
+    device = next(model.parameters()).device
     order = np.argsort(plan.of_pass, kind="stable")
     bounds = np.searchsorted(plan.of_pass[order], np.arange(len(plan.passes) + 1))
-    try:
+    with evaluating(model):
         for batch in plan.batches:
             wanted = [order[bounds[i] : bounds[i + 1]] for i in batch]
             row = np.repeat(np.arange(len(batch)), [len(w) for w in wanted])
@@ -195,8 +195,6 @@ def score(
                 sums[:, 1:] = nll.cpu().double().cumsum(dim=1).numpy()
                 losses[wanted] = sums[row, high] - sums[row, low]
             done(int(sizes.sum()))
-    finally:
-        model.train(was_training)
 
 
 @dataclass(frozen=True)

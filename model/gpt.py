@@ -17,7 +17,7 @@ from model.graph import GraphedStep, can_graph
 from model.linear import Linear, linear
 from model.loss import token_losses
 from model.positions import PositionScheme, build_scheme
-from model.sampling import sample
+from model.sampling import evaluating, sample
 
 
 @dataclass(frozen=True)
@@ -270,9 +270,7 @@ class GPT(nn.Module):
         if max_new_tokens:
             self.pos.check_position(last)
         cache = self.new_cache(B, last + 1, scaling_length) if use_cache and max_new_tokens else None
-        was_training = self.training
-        self.eval()
-        try:
+        with evaluating(self):
             chunk, graphed = tokens, None
             for _ in range(max_new_tokens):
                 if graphed is None and cache is not None and cache.length and can_graph(self, cache):
@@ -284,8 +282,6 @@ class GPT(nn.Module):
                 following = sample(logits, temperature, top_k, top_p, generator)
                 tokens = torch.cat((tokens, following), dim=1)
                 chunk = tokens if cache is None else following
-        finally:
-            self.train(was_training)
         return tokens
 
     def optimizer_groups(self, weight_decay: float) -> list[dict]:

@@ -1,13 +1,25 @@
 """From logits to the next token, and from prompts to their continuations."""
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from model.gpt import GPT
+
+
+@contextlib.contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Dropout off meanwhile; the model's mode is put back."""
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)
 
 
 def sample(
@@ -72,9 +84,7 @@ def continuations(
     cache = model.new_cache(len(prompts), last + 1, scaling_length)
     at = min(map(len, prompts))
     chunk = torch.stack([prompt[:at] for prompt in prompts]).to(device)
-    was_training = model.training
-    model.eval()
-    try:
+    with evaluating(model):
         while left:
             logits = model(chunk, cache=cache)[:, -1]
             chunk = torch.zeros((len(prompts), 1), dtype=torch.int64, device=device)
@@ -91,5 +101,3 @@ def continuations(
             at += 1
             if drawn:
                 yield drawn
-    finally:
-        model.train(was_training)
