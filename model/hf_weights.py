@@ -106,7 +106,7 @@ def transformers() -> Any:
     except ImportError as error:
         raise ValueError(f"transformers is not installed ({error}); `pip install -e '.[hf]'` brings it") from error
     if int(transformers.__version__.split(".")[0]) < 5:
-        raise ValueError(f"transformers {transformers.__version__} is older than 5.0; `pip install -e '.[hf]'` brings it")
+        raise ValueError(f"transformers {transformers.__version__} is too old; `pip install -e '.[hf]'` brings another")
     return transformers
 
 
@@ -248,13 +248,11 @@ def from_transformers(model: Any) -> tuple[GPT, list[str]]:
 
     GPT-2, Starcoder2, and GPT-NeoX with sequential residual. Raises ValueError, naming it, for whatever does not fit.
     """
-    theirs = model.config
-    if (layout := LAYOUTS.get(theirs.model_type)) is None:
-        norm = "RMSNorm where ours has LayerNorm; " if hasattr(theirs, "rms_norm_eps") else ""
-        raise ValueError(f"model_type={theirs.model_type}: {norm}known are {', '.join(LAYOUTS)}")
+    theirs, notes = model.config, check_architecture(model.config)
+    if not torch.equal(model.get_output_embeddings().weight, model.get_input_embeddings().weight):
+        raise ValueError("tie_word_embeddings=False: its output matrix is another than its embedding; ours are one")
     state = {name: tensor.detach().float().cpu() for name, tensor in model.state_dict().items()}
-    notes = _check_fit(theirs, model)
-    c = _our_config(theirs, model, state)
+    layout, c = LAYOUTS[theirs.model_type], _our_config(theirs, model, state)
     imported = GPT(c)
     ours = imported.state_dict()
     for name, tensor in _our_tensors(layout, c, state):
@@ -273,9 +271,12 @@ def _require(setting: str, value: Any, *allowed: Any) -> None:
         raise ValueError(f"{setting}={value!r}: ours has {' or '.join(map(str, allowed))}; this model does not fit")
 
 
-def _check_fit(theirs: Any, model: Any) -> list[str]:
-    """Raise ValueError for a part of the architecture that ours has not; notes on what is equal only in part."""
+def check_architecture(theirs: Any) -> list[str]:
+    """Raise ValueError for what a configuration of transformers has and ours has not; notes on what fits in part."""
     kind, notes = theirs.model_type, []
+    if kind not in LAYOUTS:
+        norm = "RMSNorm where ours has LayerNorm; " if hasattr(theirs, "rms_norm_eps") else ""
+        raise ValueError(f"model_type={kind}: {norm}known are {', '.join(LAYOUTS)}")
     _require("use_parallel_residual", getattr(theirs, "use_parallel_residual", False), False)
     activation = "activation_function" if kind == "gpt2" else "hidden_act"
     if getattr(theirs, activation) not in TANH_GELUS:
@@ -289,10 +290,8 @@ def _check_fit(theirs: Any, model: Any) -> list[str]:
         _require("scale_attn_weights", theirs.scale_attn_weights, True)
         _require("scale_attn_by_inverse_layer_idx", theirs.scale_attn_by_inverse_layer_idx, False)
         _require("add_cross_attention", theirs.add_cross_attention, False)
-    head_dim = getattr(theirs, "head_dim", None)
-    _require("head_dim", head_dim, None, theirs.hidden_size // theirs.num_attention_heads)
-    if not torch.equal(model.get_output_embeddings().weight, model.get_input_embeddings().weight):
-        raise ValueError("tie_word_embeddings=False: its output matrix is another than its embedding; ours are one")
+    head_dim = theirs.hidden_size // theirs.num_attention_heads
+    _require("head_dim", getattr(theirs, "head_dim", None) or head_dim, head_dim)
     if getattr(theirs, "sliding_window", None) is not None:
         notes.append(
             f"sliding_window={theirs.sliding_window}: there no token sees farther back, here all do; the two are equal "
