@@ -148,7 +148,7 @@ def make_tokenizer(name: str, vocab_size: int) -> Any:
     """A tokenizer of transformers with the ids of tokenizer.name=`name`: `bytes`, or a tiktoken encoding by its name.
 
     vocab_size: below an encoding's own, its first vocab_size - 257 merges, then the end of a document. Unlike ours it
-    reads <|endoftext|> in a text as that token. Raises ValueError where the vocabulary is not to be had, or does not fit.
+    reads <|endoftext|> in a text as that token. Raises ValueError where the vocabulary is not here, or does not fit.
     """
     import tiktoken
     from transformers import PreTrainedTokenizerFast

@@ -152,7 +152,7 @@ def _gpt2(library: Any, model: GPT, common: dict) -> Any:
 
 def _rotary_settings(model: GPT) -> dict:
     c = model.config
-    length_dependent = c.scaling is not None and c.scaling["name"] in LENGTH_DEPENDENT
+    scaling = c.scaling["name"] if c.scaling else None
     return {
         "hidden_size": c.width,
         "intermediate_size": 4 * c.width,
@@ -160,10 +160,10 @@ def _rotary_settings(model: GPT) -> dict:
         "num_attention_heads": c.n_head,
         "hidden_act": "gelu_pytorch_tanh",
         # `dynamic` starts from this one; the others say by themselves what they start from
-        "max_position_embeddings": c.original_length if length_dependent else c.train_length,
+        "max_position_embeddings": c.original_length if scaling == "dynamic" else c.train_length,
         "rope_parameters": _rope_parameters(model),
         "attention_dropout": c.dropout,
-        "use_cache": not length_dependent,
+        "use_cache": scaling not in LENGTH_DEPENDENT,
     }
 
 
