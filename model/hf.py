@@ -25,7 +25,14 @@ from model.checkpoint import latest_checkpoint, load_weights, new_folder, read_c
 from model.config import GPTConfig
 from model.convert import read_words
 from model.gpt import GPT
-from model.hf_weights import LENGTH_DEPENDENT, check_architecture, from_transformers, to_transformers, transformers
+from model.hf_weights import (
+    LENGTH_DEPENDENT,
+    OLDEST,
+    check_architecture,
+    from_transformers,
+    to_transformers,
+    transformers,
+)
 
 USAGE = (
     "use export run=<run folder> out=<new folder>, or import name=<folder or hub id> out=<new run folder> and "
@@ -101,7 +108,8 @@ def export_run(run: str | Path, out: str | Path) -> list[str]:
             tokenizer.save_pretrained(folder)
         shown = "".join(f"\n{note}\n" for note in notes)
         about = f"{c.n_layer} layers of {c.n_head} heads, pos={c.pos['name']}, checkpoint {weights.stem}. Trained with "
-        about += f"Ropewalk, and rearranged as {type(exported).__name__} of transformers {library.__version__}."
+        about += f"Ropewalk, and rearranged as {type(exported).__name__} of transformers {library.__version__}. "
+        about += "Versions before {}.{} read some rotary settings otherwise.".format(*OLDEST)
         card = CARD.format(
             name=settings.get("name", run.name), about=about, train_length=c.train_length, notes=shown,
             measured=_measured(run, weights.stem), settings=text, **checked,

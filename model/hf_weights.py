@@ -31,6 +31,7 @@ REFUSED = {
     "t5": "no causal model of transformers with LayerNorm has these biases",
     "shaw": "no causal model of transformers adds vectors to keys and values",
 }
+OLDEST = (5, 20)  # of transformers: earlier ones read some rotary settings otherwise, dynamic's for one
 TANH_GELUS = ("gelu_new", "gelu_pytorch_tanh", "gelu_python_tanh", "gelu_fast", "gelu_accurate")
 # transformers' name of a scaling's keys; a scaling that is not here it does not know.
 SCALING_KEYS = {
@@ -105,7 +106,7 @@ def transformers() -> Any:
         import transformers
     except ImportError as error:
         raise ValueError(f"transformers is not installed ({error}); `pip install -e '.[hf]'` brings it") from error
-    if int(transformers.__version__.split(".")[0]) < 5:
+    if tuple(map(int, transformers.__version__.split(".")[:2])) < OLDEST:
         raise ValueError(f"transformers {transformers.__version__} is too old; `pip install -e '.[hf]'` brings another")
     return transformers
 
@@ -357,6 +358,7 @@ def _compare_frequencies(scheme: PositionScheme, model: Any) -> None:
         rotary(torch.zeros(1), torch.tensor([[length - 1]]))
         found, found_scale = rotary.inv_freq.double().cpu(), rotary.attention_scaling
         expected, scale = scheme.frequencies(length)
-        if not (torch.allclose(found, expected, rtol=1e-5, atol=0) and math.isclose(found_scale, scale, rel_tol=1e-6)):
+        same = found.shape == expected.shape and torch.allclose(found, expected, rtol=1e-5, atol=0)
+        if not (same and math.isclose(found_scale, scale, rel_tol=1e-6)):
             name = model.config.rope_parameters["rope_type"]
             raise ValueError(f"rope_type={name}: transformers' frequencies at length {length} are not ours")

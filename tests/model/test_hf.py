@@ -419,8 +419,8 @@ def test_without_transformers_the_extra_is_named(tmp_path, capsys, monkeypatch):
     for words in (("export", "run=a", "out=b"), ("import", "name=a", "out=b")):
         assert "`pip install -e '.[hf]'` brings it" in expect_error(capsys, *words)
     monkeypatch.undo()
-    monkeypatch.setattr(sys.modules["transformers"], "__version__", "4.57.1")  # as it may have been imported anew
-    assert "transformers 4.57.1 is too old" in expect_error(capsys, "export", "run=a", "out=b")
+    monkeypatch.setattr(sys.modules["transformers"], "__version__", "5.19.0")  # as it may have been imported anew
+    assert "transformers 5.19.0 is too old" in expect_error(capsys, "export", "run=a", "out=b")
 
 
 @pytest.mark.parametrize("fails", ["card", "weights"])
