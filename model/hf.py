@@ -225,8 +225,8 @@ def import_run(name: str, out: str | Path, like: str | Path | None = None) -> li
     name: a folder, or an id on the hub. Nothing in it is executed. Raises ValueError or FileNotFoundError where it
     cannot be read or does not fit (from_transformers), and where `out` exists.
     """
-    library = transformers()
-    others = _read_settings(Path(like).expanduser())[1] if like else _default_settings()
+    library, like = transformers(), Path(like).expanduser() if like else None
+    others = _read_settings(like)[1] if like else _default_settings()
     with new_folder(out) as folder:
         theirs = _load(library, name)
         try:
@@ -274,7 +274,7 @@ def _load(library: Any, name: str) -> Any:
     return model.eval()
 
 
-def _recognise(library: Any, source: str, c: GPTConfig, like: str | Path | None) -> tuple[dict | None, str]:
+def _recognise(library: Any, source: str, c: GPTConfig, like: Path | None) -> tuple[dict | None, str]:
     """The settings of the tokenizer, None where it is none of ours, and a word on it for people."""
     try:
         vocabulary = library.AutoTokenizer.from_pretrained(source, trust_remote_code=False).get_vocab()
@@ -290,7 +290,7 @@ def _recognise(library: Any, source: str, c: GPTConfig, like: str | Path | None)
     if by_size == "bytes" and vocabulary == make_tokenizer("bytes", 257).get_vocab():
         return {"name": "bytes"}, "tokenizer=bytes"
     if like and read_config(latest_checkpoint(like)).vocab_size == c.vocab_size:
-        settings = _read_settings(Path(like).expanduser())[1]["tokenizer"]
+        settings = _read_settings(like)[1]["tokenizer"]
         return settings, f"tokenizer={settings['name']}, as {like} has it, by its {c.vocab_size} ids"
     return None, f"a tokenizer of {c.vocab_size} ids that is none of ours"
 
@@ -317,7 +317,13 @@ def _settings(others: dict, name: str, tokenizer: dict, c: GPTConfig) -> dict:
     model = asdict(c)
     pos, scaling = model.pop("pos"), model.pop("scaling") or {"name": "none"}
     del model["vocab_size"]
-    own = {"name": name, "resume": None, "init_from": None, "model": model, "pos": pos, "scaling": scaling}
+    own = {
+        "name": name,
+        **dict.fromkeys(("resume", "init_from", "init_table")),
+        "model": model,
+        "pos": pos,
+        "scaling": scaling,
+    }
     versions = {"python": platform.python_version(), "torch": str(torch.__version__)}
     provenance = {"command": shlex.join(sys.argv), **versions, "fingerprint": "not known", "wandb_id": None}
     return {**others, **own, "tokenizer": tokenizer, "wandb": {"mode": "disabled"}, "provenance": provenance}

@@ -368,6 +368,13 @@ def test_weights_that_are_not_the_model_s_are_refused(what, tmp_path):
     assert names(tmp_path) == ["hf"]
 
 
+def test_what_does_not_fit_is_refused_before_its_weights_are_read(tmp_path):
+    tiny_gpt2(tmp_path / "hf", activation_function="gelu")
+    os.remove(tmp_path / "hf" / "model.safetensors")
+    with pytest.raises(ValueError, match="hf: activation_function='gelu': ours is the tanh approximation"):
+        import_run(str(tmp_path / "hf"), tmp_path / "run")
+
+
 # ---- errors ---------------------------------------------------------------------------------------------------------
 
 
