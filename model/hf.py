@@ -130,8 +130,8 @@ def _read_settings(run: Path) -> tuple[str, dict]:
     try:
         text = path.read_text(encoding="utf-8")
         settings = yaml.safe_load(text)
-        if not isinstance(settings["tokenizer"]["name"], str):
-            raise ValueError("tokenizer.name is no name")
+        if not all(isinstance(settings[block]["name"], str) for block in ("tokenizer", "data")):
+            raise ValueError("tokenizer.name or data.name is no name")
     except (ValueError, KeyError, TypeError, yaml.YAMLError) as error:
         raise ValueError(f"{path}: not a configuration written by train.py ({error!r})") from error
     return text, settings
@@ -236,8 +236,10 @@ def import_run(name: str, out: str | Path, like: str | Path | None = None) -> li
         c = model.config
         tokenizer, note = _recognise(library, theirs.name_or_path, c, like)
         save_checkpoint(folder, 0, model, {}).with_suffix(".pt").unlink()
-        settings = _settings(others, Path(out).name, tokenizer or {"name": name}, c)
-        settings["provenance"] |= {"imported_from": name, "transformers": library.__version__, "notes": notes}
+        # Two checkpoints of one shape are no two seeds of one run: init_from tells them apart.
+        own = {"name": Path(out).name, "seed": 0, "init_from": name, "tokenizer": tokenizer or {"name": name}}
+        settings = _settings(others, own, c)
+        settings["provenance"] |= {"transformers": library.__version__, "notes": notes}
         _write_yaml(folder / "config.yaml", settings)
     head = f"wrote {out}: {type(theirs).__name__} as pos={c.pos['name']}, train_length={c.train_length}, {note}"
     if tokenizer is None:
@@ -306,27 +308,20 @@ def _default_settings() -> dict:
     counts = ("grad_clip", "eval_every", "checkpoint_every", "log_every")
     return {
         "preset": "cpu",
-        "seed": 0,
         "data": {"name": "stdlib", "kind": "stdlib"},
         "train": dict.fromkeys((*names, *counts), 0),
         "val": {"multiples": [1.0, 1.25, 1.5, 2.0, 4.0]},
     }
 
 
-def _settings(others: dict, name: str, tokenizer: dict, c: GPTConfig) -> dict:
+def _settings(others: dict, own: dict, c: GPTConfig) -> dict:
     model = asdict(c)
     pos, scaling = model.pop("pos"), model.pop("scaling") or {"name": "none"}
     del model["vocab_size"]
-    own = {
-        "name": name,
-        **dict.fromkeys(("resume", "init_from", "init_table")),
-        "model": model,
-        "pos": pos,
-        "scaling": scaling,
-    }
+    own |= {"model": model, "pos": pos, "scaling": scaling, "wandb": {"mode": "disabled"}}
     versions = {"python": platform.python_version(), "torch": str(torch.__version__)}
-    provenance = {"command": shlex.join(sys.argv), **versions, "fingerprint": "not known", "wandb_id": None}
-    return {**others, **own, "tokenizer": tokenizer, "wandb": {"mode": "disabled"}, "provenance": provenance}
+    own["provenance"] = {"command": shlex.join(sys.argv), **versions, "fingerprint": "not known", "wandb_id": None}
+    return {**others, "resume": None, "init_table": None, **own}
 
 
 def _write_yaml(path: Path, settings: dict) -> None:

@@ -249,7 +249,7 @@ def test_an_exported_run_comes_back_measures_the_same_and_is_trained_on(tmp_path
         assert measured == f"measure it on data=files: python eval.py runs=[{out}]"
         settings, origin = read_run(out)
         assert (settings.name, settings.tokenizer.name, origin["wandb_id"]) == (name, "bytes", None)
-        assert origin["imported_from"] == str(tmp_path / f"{name}_hf")
+        assert settings.init_from == str(tmp_path / f"{name}_hf")
         length = 16 if name == "learned" else 40
         assert (load_run(out)(tokens[:, :length]) - load_run(two_runs / name)(tokens[:, :length])).abs().max() < 1e-5
         with pytest.raises(ValueError, match="cannot be resumed from"):
@@ -275,6 +275,19 @@ def test_settings_of_an_imported_run_are_read_by_train_and_eval(tmp_path):
     config = load_run(tmp_path / "run").config
     assert {**settings.model, "vocab_size": 257, "pos": settings.pos, "scaling": None} == vars(config)
     assert composed(f"init_from={tmp_path / 'run'}").init_from == str(tmp_path / "run")
+
+
+def test_two_checkpoints_of_one_shape_are_not_taken_for_two_seeds(tmp_path, two_runs):
+    for name in ("a", "b"):
+        tiny_gpt2(tmp_path / f"hf_{name}")
+        run_folder(tmp_path / f"like_{name}", {"name": "none"})
+        source = (two_runs / "rope" / "config.yaml").read_text()
+        (tmp_path / f"like_{name}" / "config.yaml").write_text(source.replace("seed: 0", f"seed: {ord(name)}"))
+        import_run(str(tmp_path / f"hf_{name}"), tmp_path / name, tmp_path / f"like_{name}")
+    folders = f"runs=[{tmp_path / 'a'},{tmp_path / 'b'}]"
+    measure(folders, "lengths=[16]", "max_targets=64", f"out={tmp_path / 'out'}")
+    document = json.loads((tmp_path / "out" / "extrapolation.json").read_text())
+    assert [group["runs"] for group in document["groups"]] == [["a"], ["b"]]
 
 
 @pytest.mark.parametrize("prefix", ["", "transformer."])
