@@ -282,7 +282,7 @@ def test_two_checkpoints_of_one_shape_are_not_taken_for_two_seeds(tmp_path, two_
         tiny_gpt2(tmp_path / f"hf_{name}")
         run_folder(tmp_path / f"like_{name}", {"name": "none"})
         source = (two_runs / "rope" / "config.yaml").read_text()
-        (tmp_path / f"like_{name}" / "config.yaml").write_text(source.replace("seed: 0", f"seed: {ord(name)}"))
+        (tmp_path / f"like_{name}" / "config.yaml").write_text(source.replace("\nseed: 0", f"\nseed: {ord(name)}"))
         import_run(str(tmp_path / f"hf_{name}"), tmp_path / name, tmp_path / f"like_{name}")
     folders = f"runs=[{tmp_path / 'a'},{tmp_path / 'b'}]"
     measure(folders, "lengths=[16]", "max_targets=64", f"out={tmp_path / 'out'}")
