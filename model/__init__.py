@@ -1,4 +1,7 @@
-"""The network. Needs torch and safetensors only, and matplotlib for a plot: copy the folder into another project."""
+"""The network: copy the folder into another project. Needs torch and safetensors only.
+
+A plot needs matplotlib; the way to Hugging Face (hf.py) transformers, PyYAML, which that brings, and tiktoken.
+"""
 
 from importlib import import_module
 

@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -42,6 +43,24 @@ def write_file(path: Path, write: Callable[[Path], Any], new: bool = False) -> N
 def write_text(path: Path, text: str, new: bool = False) -> None:
     """write_file for a text, in UTF-8."""
     write_file(path, lambda temporary: temporary.write_text(text, encoding="utf-8"), new)
+
+
+@contextlib.contextmanager
+def new_folder(out: str | Path) -> Iterator[Path]:
+    """A temporary folder to fill, renamed to `out` at the end, or removed where that is not reached.
+
+    ValueError where `out` exists.
+    """
+    out = Path(os.path.abspath(Path(out).expanduser()))
+    if os.path.lexists(out):
+        raise ValueError(f"out={out}: exists already; choose another folder")
+    temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
+    temporary.mkdir(parents=True)
+    try:
+        yield temporary
+        temporary.rename(out)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)  # gone already if all went well
 
 
 def save_checkpoint(run: Path, step: int, model: GPT, state: dict) -> Path:

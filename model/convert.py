@@ -12,7 +12,6 @@ state is left behind: its moments are in the old order. So the new run can be ev
 
 import os
 import re
-import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from model.checkpoint import latest_checkpoint, load_weights, save_checkpoint
+from model.checkpoint import latest_checkpoint, load_weights, new_folder, save_checkpoint
 from model.gpt import GPT
 
 USAGE = "use run=<run folder> layout=half or interleaved, and out=<new folder> for another than <run>_<layout>"
@@ -108,27 +107,26 @@ def convert_run(run: str | Path, layout: str, out: str | Path | None = None) -> 
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
     out = run.with_name(f"{run.name}_{layout}") if out is None else Path(os.path.abspath(Path(out).expanduser()))
-    if os.path.lexists(out):
-        raise ValueError(f"out={out}: exists already; choose another folder")
-    temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
-    temporary.mkdir(parents=True)
-    try:
+    with new_folder(out) as temporary:
         step = int(weights.stem.removeprefix("step_"))
         save_checkpoint(temporary, step, converted, {}).with_suffix(".pt").unlink()
         (temporary / "config.yaml").write_text(text, encoding="utf-8")
-        temporary.rename(out)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)  # gone already if all went well
     return out
+
+
+def read_words(words: list[str], needed: set[str], others: set[str], usage: str) -> dict[str, str]:
+    """key=value words as a dictionary. ValueError, saying what is allowed, for others and where a needed one lacks."""
+    given = {key: value for key, _, value in (word.partition("=") for word in words)}
+    wrong = [word for word in words if not re.match(rf"({'|'.join(needed | others)})=.", word)]
+    if wrong or not needed <= set(given):
+        raise ValueError(f"{wrong[0]!r} is no setting here; {usage}" if wrong else usage)
+    return given
 
 
 def main(words: list[str]) -> int:
     """The command; returns its exit status, 2 where a user can mend what is wrong."""
-    given = {key: value for key, _, value in (word.partition("=") for word in words)}
     try:
-        wrong = [word for word in words if not re.match(r"(run|layout|out)=.", word)]
-        if wrong or not {"run", "layout"} <= set(given):
-            raise ValueError(f"{wrong[0]!r} is no setting here; {USAGE}" if wrong else USAGE)
+        given = read_words(words, {"run", "layout"}, {"out"}, USAGE)
         out = convert_run(**given)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -1,0 +1,329 @@
+"""GPT as a model of transformers and back: logits and greedy tokens, against transformers' own networks."""
+
+import inspect
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import nn
+from transformers.activations import ACT2FN
+
+from model import GPT
+from model.hf_weights import LAYOUTS, REFUSED, SCALING_KEYS, TANH_GELUS, from_transformers, to_transformers
+from model.positions import SCHEMES
+from model.scaling import SCALINGS
+from tests.helpers import ALL_SCHEMES, random_tokens, scheme_id, small_model
+
+EXPORTED = {"learned": "gpt2", "rope": "starcoder2", "none": "gpt_neox"}
+T = 32  # small_model's training length
+
+
+def small(pos: dict, **settings) -> GPT:
+    return small_model(pos, torch.float32, **settings)
+
+
+@torch.inference_mode()
+def difference(ours: GPT, theirs, length: int) -> float:
+    """Of the logits of three sequences."""
+    tokens = random_tokens(ours, 3, length)
+    return (ours(tokens) - theirs(tokens).logits).abs().max().item()
+
+
+def check_equal(ours: GPT, theirs) -> None:
+    """Logits within and past the training length, and greedy tokens by the settings that generate() has by itself."""
+    limit = ours.pos.max_length or 4 * T
+    assert difference(ours, theirs, T // 2) < 1e-5
+    assert difference(ours, theirs, limit) < 1e-5
+    prompts = random_tokens(ours, 2, 9)
+    expected = ours.generate(prompts, limit - 9)
+    assert torch.equal(theirs.generate(prompts, max_new_tokens=limit - 9, do_sample=False), expected)
+
+
+def scaling_settings(name: str, planes: int, factor: float | None = 4.0) -> dict:
+    """A registered scaling with its defaults, and lists of rising divisors where it wants one number a plane."""
+    lists, parameters = {}, inspect.signature(SCALINGS[name]).parameters.values()
+    for number, p in enumerate(p for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty):
+        lists[p.name] = [1.0 + number * plane / 2 for plane in range(planes)]
+    return {"name": name, "factor": factor, **lists}
+
+
+# ---- out ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pos", ALL_SCHEMES, ids=scheme_id)
+def test_every_scheme_is_exported_exactly_or_refused_with_a_reason(pos):
+    for settings in ({}, {"n_kv_head": 2}, {"n_kv_head": 1, "bias": False}):
+        ours = small(pos, **settings)
+        if pos["name"] in EXPORTED:
+            theirs = to_transformers(ours)
+            partial = ours.config.pos.get("rotary_fraction", 1.0) < 1
+            assert theirs.config.model_type == ("gpt_neox" if partial else EXPORTED[pos["name"]])
+            check_equal(ours, theirs)
+        else:
+            with pytest.raises(ValueError, match=rf"^pos={pos['name']}: has no exact equal to export to: .+"):
+                to_transformers(ours)
+
+
+def test_every_reason_is_of_a_registered_scheme_that_is_not_exported():
+    assert not REFUSED.keys() & EXPORTED.keys()
+    assert REFUSED.keys() | EXPORTED.keys() <= SCHEMES.keys()
+
+
+@pytest.mark.parametrize("rotary_fraction", [1.0, 0.5])
+@pytest.mark.parametrize("name", SCALINGS)
+def test_every_scaling_is_exported_exactly_or_refused_with_a_reason(name, rotary_fraction):
+    pos = {"name": "rope", "layout": "interleaved", "rotary_fraction": rotary_fraction, "base": 500.0}
+    planes = int(8 * rotary_fraction)
+    exported = {*SCALING_KEYS, "ntk"}
+    ours = small(pos, n_kv_head=2, scaling=scaling_settings(name, planes), original_length=20)
+    if name in exported:
+        check_equal(ours, to_transformers(ours))
+    else:
+        with pytest.raises(ValueError, match=f"^scaling={name}"):
+            to_transformers(ours)
+    ours = small(pos, n_kv_head=2, scaling=scaling_settings(name, planes, factor=None))
+    if name == "dynamic":
+        check_equal(ours, to_transformers(ours))
+    else:
+        with pytest.raises(ValueError, match=rf"^scaling={name}.*factor=null: follows each sequence's length"):
+            to_transformers(ours)
+
+
+def test_the_scalings_that_transformers_knows_are_exported():
+    assert {"linear", "dynamic", "yarn", "longrope", "llama3"} <= SCALING_KEYS.keys()
+    for name, kind in (("linear", "linear"), ("yarn", "yarn"), ("ntk", "default")):
+        ours = small({"name": "rope"}, scaling={"name": name, "factor": 2.0})
+        assert to_transformers(ours).config.rope_parameters["rope_type"] == kind
+
+
+def test_frequencies_that_are_not_ours_are_refused():
+    # In windows so short no plane turns once, and YaRN's ramp ends before it begins: ours is a step there.
+    ours = small({"name": "rope", "base": 500.0}, train_length=2, scaling={"name": "yarn", "factor": 4.0})
+    with pytest.raises(ValueError, match=r"^rope_type=yarn: transformers' frequencies at length 1 are not ours"):
+        to_transformers(ours)
+
+
+def test_a_cache_is_off_where_it_would_not_be_exact():
+    for name in SCALING_KEYS:
+        theirs = to_transformers(small({"name": "rope"}, scaling=scaling_settings(name, 8)))
+        assert theirs.config.use_cache == theirs.generation_config.use_cache == (name not in ("dynamic", "longrope"))
+
+
+def test_comparing_the_frequencies_leaves_no_trace():
+    """transformers' `dynamic` keeps the frequencies of the longest sequence it has seen."""
+    ours = small({"name": "rope"}, scaling={"name": "dynamic", "factor": 2.0})
+    assert difference(ours, to_transformers(ours), T + 3) < 1e-5
+
+
+def test_linear_attention_is_refused():
+    with pytest.raises(ValueError, match=r"^model.attention=linear: "):
+        to_transformers(small({"name": "none"}, attention="linear"))
+
+
+def test_the_vocabulary_s_padding_is_left_behind_and_the_end_of_a_document_known():
+    ours = small({"name": "learned"}, dropout=0.1)
+    theirs = to_transformers(ours, end_of_document=60)
+    assert theirs.get_input_embeddings().weight.shape == (61, 64)
+    assert (theirs.config.eos_token_id, theirs.generation_config.eos_token_id) == (60, 60)
+    assert not theirs.training
+    assert theirs.config.attn_pdrop == theirs.config.resid_pdrop == theirs.config.embd_pdrop == 0.1
+    assert to_transformers(ours).config.eos_token_id is None  # not GPT-2's own, which is no id here
+
+
+@pytest.mark.parametrize(("head_dim", "width"), [(6, 2), (6, 4), (14, 12), (98, 48), (44, 30), (46, 26)])
+def test_a_part_of_any_head_turns(head_dim, width):
+    """Of the last two heads the part, times the head, is a little less than the width in floating point."""
+    assert (int(head_dim * (width / head_dim)) < width) == (head_dim in (44, 46))
+    pos = {"name": "rope", "rotary_fraction": width / head_dim}
+    ours = small(pos, head_dim=head_dim, n_layer=1, n_head=1)
+    theirs = to_transformers(ours)
+    assert difference(ours, theirs, T) < 1e-5
+    assert from_transformers(theirs)[0].config.pos == ours.config.pos
+
+
+def test_in_float64_the_difference_is_that_of_the_angles():
+    ours = small_model({"name": "learned"}, torch.float64)
+    assert difference(ours, to_transformers(ours), T) < 1e-13
+    ours = small_model({"name": "rope"}, torch.float64)
+    assert difference(ours, to_transformers(ours), T) < 1e-5
+
+
+def test_alibi_fits_mpt_but_for_its_gelu():
+    """Why ALiBi is refused: MPT built by hand is our network once its GELU is replaced, and is not before."""
+    ours = small({"name": "alibi"}, bias=False)
+    config = transformers.MptConfig(
+        vocab_size=61, d_model=64, n_heads=4, n_layers=2, max_seq_len=T, tie_word_embeddings=True
+    )
+    theirs, state = transformers.MptForCausalLM(config).eval(), ours.state_dict()
+    names = {"embedding": "transformer.wte", "norm": "transformer.norm_f"}
+    parts = {"attention_norm": "norm_1", "attention.qkv": "attn.Wqkv", "attention.out": "attn.out_proj"}
+    parts |= {"mlp_norm": "norm_2", "mlp.up": "ffn.up_proj", "mlp.down": "ffn.down_proj"}
+    for layer in range(2):
+        names |= {f"blocks.{layer}.{a}": f"transformer.blocks.{layer}.{b}" for a, b in parts.items()}
+    for name, other in names.items():
+        theirs.state_dict()[f"{other}.weight"].copy_(
+            state[f"{name}.weight"][:61] if name == "embedding" else state[f"{name}.weight"]
+        )
+    assert difference(ours, theirs, T) > 1e-4
+    for block in theirs.transformer.blocks:
+        block.ffn.act = nn.GELU(approximate="tanh")
+    assert difference(ours, theirs, T) < 1e-5
+
+
+# ---- in -------------------------------------------------------------------------------------------------------------
+
+
+def theirs_of(kind: str, **settings):
+    """A random model of transformers, every weight of it set to something that matters."""
+    torch.manual_seed(0)
+    if kind == "gpt2":
+        shape = {"n_positions": T, "n_embd": 64, "n_layer": 2, "n_head": 4}
+        model = transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=61, **{**shape, **settings}))
+    else:
+        shape = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
+        shape |= {"max_position_embeddings": T, "hidden_act": "gelu_pytorch_tanh", "vocab_size": 61}
+        if kind == "starcoder2":
+            others = {"num_key_value_heads": 2, "bos_token_id": None, "eos_token_id": None}
+            model = transformers.Starcoder2ForCausalLM(transformers.Starcoder2Config(**{**shape, **others, **settings}))
+        else:
+            others = {"use_parallel_residual": False, "tie_word_embeddings": True}
+            model = transformers.GPTNeoXForCausalLM(transformers.GPTNeoXConfig(**{**shape, **others, **settings}))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model.eval()
+
+
+def rope(rope_type: str, original: int | None = None, **parameters) -> dict:
+    parameters |= {} if original is None else {"original_max_position_embeddings": original}
+    return {"rope_parameters": {"rope_theta": 500.0, "rope_type": rope_type, **parameters}}
+
+
+FITTING = [
+    ("gpt2", {}),
+    ("gpt2", {"n_embd": 48, "n_head": 2, "n_layer": 3, "activation_function": "gelu_pytorch_tanh"}),
+    ("starcoder2", {}),
+    ("starcoder2", {"use_bias": False, "num_key_value_heads": 4}),
+    ("starcoder2", {"num_key_value_heads": 1, **rope("linear", factor=4.0)}),
+    ("starcoder2", rope("dynamic", factor=2.0)),
+    ("starcoder2", rope("yarn", 16, factor=4.0)),
+    ("starcoder2", rope("yarn", T, factor=4.0, attention_factor=0.7)),
+    ("starcoder2", rope("llama3", 16, factor=8.0, low_freq_factor=0.5, high_freq_factor=2.0)),
+    ("starcoder2", rope("longrope", 16, short_factor=[1.0] * 8, long_factor=[2.0] * 8)),
+    ("gpt_neox", {}),  # a quarter of each head
+    ("gpt_neox", {"attention_bias": False, **rope("default", partial_rotary_factor=0.5)}),
+    ("gpt_neox", rope("yarn", 16, factor=2.0, partial_rotary_factor=1.0)),
+    ("gpt_neox", rope("default", partial_rotary_factor=0.0)),
+]
+
+
+@pytest.mark.parametrize(("kind", "settings"), FITTING)
+def test_what_fits_has_the_same_logits(kind, settings):
+    theirs = theirs_of(kind, **settings)
+    ours, notes = from_transformers(theirs)
+    assert notes == []
+    assert ours.config.train_length == T
+    assert ours.embedding.weight[61:].eq(0).all()
+    assert not ours.training
+    for length in (T // 2, ours.pos.max_length or 3 * T):
+        assert difference(ours, theirs, length) < 1e-5
+    again, _ = from_transformers(to_transformers(ours))
+    assert again.config == ours.config
+    assert difference(again, theirs, T // 2) < 1e-5
+
+
+@pytest.mark.parametrize(("n_embd", "n_head"), [(768, 12), (1024, 16), (1280, 20), (1600, 25)])
+def test_the_heads_of_gpt2_s_four_sizes(n_embd, n_head):
+    theirs = theirs_of("gpt2", n_embd=n_embd, n_head=n_head, n_layer=1)
+    ours, _ = from_transformers(theirs)
+    assert (ours.config.head_dim, ours.config.width) == (64, n_embd)
+    with torch.inference_mode():
+        tokens = random_tokens(ours, 1, T)
+        scale = theirs(tokens).logits.abs().max()
+    assert difference(ours, theirs, T) < 1e-6 * scale
+
+
+@pytest.mark.parametrize("pos", [pos for pos in ALL_SCHEMES if pos["name"] in EXPORTED], ids=scheme_id)
+@pytest.mark.parametrize("bias", [True, False])
+def test_out_and_in_again_is_the_same_model(pos, bias):
+    ours = small(pos, bias=bias)
+    back, notes = from_transformers(to_transformers(ours))
+    tokens = random_tokens(ours, 2, ours.pos.max_length or 3 * T)
+    assert notes == []
+    assert (ours(tokens) - back(tokens)).abs().max() < 1e-5
+    # transformers has one pairing; and GPT-2 and GPT-NeoX have biases always
+    pos = {**ours.config.pos, **({"layout": "half"} if pos["name"] == "rope" else {})}
+    assert back.config.pos == pos
+    assert back.config.bias == (bias or to_transformers(ours).config.model_type != "starcoder2")
+
+
+REFUSED_HERE = [
+    ("gpt2", {"activation_function": "gelu"}, "activation_function='gelu': ours is the tanh approximation"),
+    ("gpt2", {"activation_function": "relu"}, "activation_function='relu'"),
+    ("gpt2", {"n_inner": 100}, "n_inner=100: ours has 256"),
+    ("gpt2", {"layer_norm_epsilon": 1e-6}, "layer_norm_epsilon=1e-06: ours has 1e-05"),
+    ("gpt2", {"scale_attn_weights": False}, "scale_attn_weights=False"),
+    ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=True"),
+    ("gpt2", {"add_cross_attention": True}, "add_cross_attention=True"),
+    ("gpt2", {"tie_word_embeddings": False}, "tie_word_embeddings=False"),
+    ("gpt_neox", {"use_parallel_residual": True}, "use_parallel_residual=True: ours has False"),
+    ("gpt_neox", {"hidden_act": "gelu"}, "hidden_act='gelu'"),
+    ("gpt_neox", {"tie_word_embeddings": False}, "tie_word_embeddings=False"),
+    ("gpt_neox", {"layer_norm_eps": 1e-6}, "layer_norm_eps=1e-06"),
+    ("starcoder2", {"intermediate_size": 128}, "intermediate_size=128: ours has 256"),
+    ("starcoder2", {"norm_epsilon": 1e-6}, "norm_epsilon=1e-06"),
+    ("starcoder2", {"head_dim": 32}, "head_dim=32: ours has 16"),
+    ("starcoder2", rope("proportional", partial_rotary_factor=0.5), "rope_type=proportional"),
+    ("starcoder2", rope("yarn", T, factor=4.0, truncate=False), "rope_type=yarn"),
+    (
+        "starcoder2",
+        rope("longrope", 16, short_factor=[1.0] * 8, long_factor=[2.0] * 8, attention_factor=1.3, factor=2.0),
+        "rope_type=longrope: transformers' frequencies",
+    ),
+]
+
+
+@pytest.mark.parametrize(("kind", "settings", "message"), REFUSED_HERE)
+def test_what_does_not_fit_is_refused_by_name(kind, settings, message):
+    with pytest.raises(ValueError, match=message):
+        from_transformers(theirs_of(kind, **settings))
+
+
+def test_another_architecture_is_refused_by_name():
+    shape = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 1, "num_attention_heads": 4}
+    llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=61, **shape))
+    with pytest.raises(ValueError, match=r"^model_type=llama: RMSNorm where ours has LayerNorm; known are gpt2"):
+        from_transformers(llama)
+    bloom = transformers.BloomForCausalLM(transformers.BloomConfig(vocab_size=61, hidden_size=64, n_layer=1, n_head=4))
+    with pytest.raises(ValueError, match=f"^model_type=bloom: known are {', '.join(LAYOUTS)}"):
+        from_transformers(bloom)
+
+
+def test_a_sliding_window_is_told_and_becomes_the_training_length():
+    theirs = theirs_of("starcoder2", sliding_window=24)
+    ours, (note,) = from_transformers(theirs)
+    assert note.startswith("sliding_window=24: ")
+    assert ours.config.train_length == 24
+    assert difference(ours, theirs, 24) < 1e-5
+    assert difference(ours, theirs, 32) > 1e-3
+
+
+def test_an_output_matrix_that_is_equal_is_no_obstacle():
+    theirs = theirs_of("gpt_neox", tie_word_embeddings=False)
+    theirs.get_output_embeddings().weight = nn.Parameter(theirs.get_input_embeddings().weight.clone())
+    assert difference(from_transformers(theirs)[0], theirs, T) < 1e-5
+
+
+def test_half_precision_weights_are_taken_as_they_are():
+    theirs = theirs_of("gpt2").bfloat16()
+    ours, _ = from_transformers(theirs)
+    assert ours.embedding.weight.dtype == torch.float32
+    assert difference(ours, theirs.float(), T) < 1e-5
+
+
+def test_the_activations_that_are_accepted_are_ours():
+    x = torch.linspace(-8, 8, 4001, dtype=torch.float64)
+    for name in TANH_GELUS:
+        assert (ACT2FN[name](x) - F.gelu(x, approximate="tanh")).abs().max() < 1e-6, name
+    assert (ACT2FN["gelu"](x) - F.gelu(x, approximate="tanh")).abs().max() > 1e-4
