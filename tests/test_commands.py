@@ -168,7 +168,12 @@ def test_help_names_every_group_and_choice_and_only_settings_that_exist(tmp_path
         assert done.returncode == 0, done.stderr
         assert max(map(len, done.stdout.splitlines())) <= 120
         config = composed(name=name, schema=schema)
-        shown = set(re.findall(r"(?<![\w'.-])([a-z_]+(?:\.[a-z_]+)*)=", done.stdout)) - {*groups, "group", "setting", "install"}
+        shown = set(re.findall(r"(?<![\w'.-])([a-z_]+(?:\.[a-z_]+)*)=", done.stdout)) - {
+            *groups,
+            "group",
+            "setting",
+            "install",
+        }
         assert len(shown) >= 10
         for key in shown:
             *parents, last = key.split(".")
