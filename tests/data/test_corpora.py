@@ -27,8 +27,13 @@ def files(path, **settings):
     return DataConfig("mine", "files", path, **settings)
 
 
+def whole(config):
+    """Documents with their blocks joined."""
+    return [(split, "".join(blocks)) for split, blocks in documents(config)]
+
+
 def texts(config):
-    return [text for _, text in documents(config)]
+    return [text for _, text in whole(config)]
 
 
 def write(path, content):
@@ -59,7 +64,7 @@ def test_stdlib_is_the_standard_library_in_order():
     assert len(expected) > 300  # CPython has some 700
     assert {"os.py", "json/decoder.py", "asyncio/tasks.py"} <= set(expected)
 
-    found = list(documents(DataConfig("stdlib", "stdlib")))
+    found = whole(DataConfig("stdlib", "stdlib"))
     assert {split for split, _ in found} == {None}
     assert [text for _, text in found] == [expected[name] for name in sorted(expected)]
 
@@ -70,7 +75,7 @@ def test_stdlib_without_a_source_says_what_to_use_instead(monkeypatch, tmp_path)
         write(tmp_path / "lib" / folder / "a.py", "pass")
     monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path / "lib")})
     with pytest.raises(ValueError, match="data=files"):
-        list(documents(DataConfig("stdlib", "stdlib")))
+        whole(DataConfig("stdlib", "stdlib"))
 
 
 def test_stdlib_leaves_out_only_folders_of_these_names(monkeypatch, tmp_path):
@@ -87,7 +92,7 @@ def test_stdlib_is_described_with_its_version():
 
 @pytest.mark.parametrize("text", ["one line", "two\nlines\n\n  and more\n\n", "naïve 漢字 \U0001f4bb", " ", ""])
 def test_a_txt_file_is_one_document(tmp_path, text):
-    assert list(documents(files(write(tmp_path / "a.txt", text)))) == [(None, text)]
+    assert whole(files(write(tmp_path / "a.txt", text))) == [(None, text)]
 
 
 def test_only_line_feeds_are_made_of_other_line_ends(tmp_path):
@@ -98,12 +103,12 @@ def test_only_line_feeds_are_made_of_other_line_ends(tmp_path):
 
 def test_a_row_of_jsonl_is_one_document(tmp_path):
     path = jsonl(tmp_path / "a.jsonl", {"text": "one", "n": 1}, {"text": "two\nlines ", "n": 2}, {"text": "漢", "n": 3})
-    assert list(documents(files(path))) == [(None, "one"), (None, "two\nlines "), (None, "漢")]
+    assert whole(files(path)) == [(None, "one"), (None, "two\nlines "), (None, "漢")]
 
 
 def test_a_row_of_parquet_is_one_document(tmp_path):
     path = parquet(tmp_path / "a.parquet", text=["one", "two\r\nlines ", "漢"], n=[1, 2, 3])
-    assert list(documents(files(path))) == [(None, "one"), (None, "two\r\nlines "), (None, "漢")]
+    assert whole(files(path)) == [(None, "one"), (None, "two\r\nlines "), (None, "漢")]
 
 
 def test_text_in_another_column(tmp_path):
@@ -182,7 +187,7 @@ def test_a_missing_file_is_named(tmp_path, name):
         assert str(tmp_path / name) in str(raised.value)
 
 
-@pytest.mark.parametrize("name", ["a.csv", "a.TXT", "a", "a.txt.gz"])
+@pytest.mark.parametrize("name", ["a.csv", "a.TXT", "a", "a.txt.bz2", "a.gz", "a.parquet.gz"])
 def test_an_unknown_ending_lists_the_known(tmp_path, name):
     path = write(tmp_path / name, "one")
     with pytest.raises(ValueError, match=r"\.txt.*\.jsonl.*\.parquet") as raised:
@@ -269,7 +274,7 @@ class Hub:
         self.splits = splits
         self.asked = []
 
-    def __call__(self, path, name=None, *, split, revision=None):
+    def __call__(self, path, name=None, *, split, revision=None, streaming=False):
         self.asked.append((path, name, split, revision))
         return self.splits[split]
 
@@ -282,7 +287,7 @@ def test_a_hub_data_set_without_a_validation_split(monkeypatch):
     hub = Hub(all=hub_rows("one", "two", column="body"))
     monkeypatch.setattr(datasets, "load_dataset", hub)
     config = DataConfig("h", "hub", "o/h", subset="s", revision="r1", column="body", train_split="all")
-    assert list(documents(config)) == [(None, "one"), (None, "two")]
+    assert whole(config) == [(None, "one"), (None, "two")]
     assert hub.asked == [("o/h", "s", "all", "r1")]
 
 
@@ -290,14 +295,14 @@ def test_the_publishers_splits_are_kept(monkeypatch):
     hub = Hub(train=hub_rows("one", "two"), validation=hub_rows("three"), test=hub_rows("no"))
     monkeypatch.setattr(datasets, "load_dataset", hub)
     config = DataConfig("h", "hub", "o/h", val_split="validation")
-    assert list(documents(config)) == [("train", "one"), ("train", "two"), ("val", "three")]
+    assert whole(config) == [("train", "one"), ("train", "two"), ("val", "three")]
 
 
 def test_articles_of_a_hub_data_set(monkeypatch):
     lines = ["", " = A = \n", " text\n", " = B = \n", " more\n"]
     monkeypatch.setattr(datasets, "load_dataset", Hub(train=hub_rows(*lines), validation=hub_rows(*lines[3:])))
     config = DataConfig("h", "hub", "o/h", articles=True, val_split="validation")
-    found = [(split, text) for split, text in documents(config) if text.strip()]
+    found = [(split, text) for split, text in whole(config) if text.strip()]
     assert found == [("train", " = A = \n text\n"), ("train", " = B = \n more\n"), ("val", " = B = \n more\n")]
 
 
@@ -356,11 +361,11 @@ def test_a_title_may_come_without_a_line_feed():
 
 
 def test_an_unknown_kind_lists_the_known():
-    with pytest.raises(ValueError, match=r"data\.kind='web'.*stdlib, files, hub"):
+    with pytest.raises(ValueError, match=r"data\.kind='web'.*stdlib, files, hub, bin"):
         DataConfig("mine", "web", "x")
 
 
-@pytest.mark.parametrize("kind", ["files", "hub"])
+@pytest.mark.parametrize("kind", ["files", "hub", "bin"])
 @pytest.mark.parametrize("path", [None, "", []])
 def test_a_missing_path(kind, path):
     with pytest.raises(ValueError, match=r"data\.path is missing"):

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import shutil
 import struct
 import subprocess
@@ -75,8 +76,9 @@ def some_documents(count, seed=0):
 
 
 def give(monkeypatch, documents):
-    """Make these the corpus: texts, or pairs of a split and a text."""
+    """Make these the corpus: texts, or pairs of a split and a text; each text in blocks of three characters."""
     pairs = [item if isinstance(item, tuple) else (None, item) for item in documents]
+    pairs = [(split, [text[i : i + 3] for i in range(0, len(text), 3)]) for split, text in pairs]
     monkeypatch.setattr(data.tokens, "documents", lambda config: iter(pairs))
 
 
@@ -260,11 +262,13 @@ def test_a_second_preparation_does_no_work(monkeypatch, tmp_path):
     give(monkeypatch, some_documents(30))
     said = []
     first = prepare(toy(tmp_path), BYTES, said.append)
-    assert len(said) == 1
+    assert len(said) == 2
     assert str(first.folder) in said[0]
+    count = len(first.train) + len(first.val)
+    assert re.fullmatch(rf"tokenised {count:,} tokens in [0-9.]+ s, [0-9,]+ tokens/s", said[1])
     forbid_reading(monkeypatch)
     second = prepare(toy(tmp_path), get_tokenizer("bytes"), said.append)
-    assert len(said) == 1
+    assert len(said) == 2
     assert second.folder == first.folder
     assert second.train.tolist() == first.train.tolist()
 
@@ -393,7 +397,7 @@ def test_a_corpus_that_breaks_off_leaves_nothing(monkeypatch, tmp_path):
     documents = some_documents(600)
 
     def broken(config):
-        yield from ((None, text) for text in documents[:400])
+        yield from ((None, [text]) for text in documents[:400])
         raise ConnectionError("gone")
 
     monkeypatch.setattr(data.tokens, "documents", broken)
@@ -453,7 +457,7 @@ from data import DataConfig, get_tokenizer, prepare
 def documents(config):
     print("reading", flush=True)
     sys.stdin.readline()  # until the other reads, too
-    yield from ((None, f"document {i}") for i in range(600))
+    yield from ((None, [f"document {i}"]) for i in range(600))
 
 data.tokens.documents = documents
 config = DataConfig("toy", "hub", "owner/toy", cache=sys.argv[1])
