@@ -204,7 +204,7 @@ def _readable(file: Path) -> Iterator[None]:
     except UnicodeDecodeError as error:
         raise ValueError(f"data.path: {file} is not UTF-8 text ({error.reason}); convert it") from error
     except Exception as error:  # datasets, pyarrow and the decompressors raise whatever the damage happens to trigger
-        hint = "; pip install zstandard" if "zstd not supported" in str(error) else ""
+        hint = "; pip install backports.zstd" if "zstd not supported" in str(error) else ""
         raise ValueError(f"data.path: could not read {file} ({error}){hint}") from error
 
 

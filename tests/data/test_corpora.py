@@ -1,17 +1,24 @@
 """Corpora, against files read by plain Python and a hand-written WikiText."""
 
+import gzip
+import io
+import itertools
 import json
 import os
 import platform
+import random
 import socket
 import sysconfig
+from dataclasses import replace
 from pathlib import Path
 
 import datasets
+import fsspec
 import pyarrow
 import pyarrow.parquet
 import pytest
 
+import data.corpora
 from data import DataConfig, absolute
 from data.corpora import _articles, describe, documents, identity
 
@@ -254,6 +261,71 @@ def test_a_broken_file_is_named(tmp_path, name, content):
     assert name in str(raised.value)
 
 
+def zstd(content):
+    with io.BytesIO() as file:
+        with fsspec.compression.compr["zstd"](file, mode="wb") as packed:
+            packed.write(content)
+        return file.getvalue()
+
+
+PACKED = {".gz": gzip.compress, ".zst": zstd}
+
+
+@pytest.mark.parametrize("ending", PACKED)
+def test_packed_files(tmp_path, ending):
+    pack = PACKED[ending]
+    text = write(tmp_path / f"a.txt{ending}", pack("one\r\nünï 漢\n".encode()))
+    source = write(tmp_path / f"a.py{ending}", pack(b"two"))
+    rows = write(tmp_path / f"a.jsonl{ending}", pack(b'{"body": "three"}\n{"body": "four"}\n'))
+    assert texts(files([text, source, rows], column="body")) == ["one\nünï 漢\n", "two", "three", "four"]
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
+@pytest.mark.parametrize("ending", PACKED)
+def test_packed_files_in_several_pieces_are_read_to_the_end(tmp_path, ending, name):
+    # what `cat a.gz b.gz` and parallel compressors make
+    lines = [json.dumps({"text": str(random.random())}) + "\n" for _ in range(3000)]
+    parts = "".join(lines[:1000]), "".join(lines[1000:])
+    path = write(tmp_path / (name + ending), b"".join(PACKED[ending](part.encode()) for part in parts))
+    expected = ["".join(parts)] if name == "a.txt" else [json.loads(line)["text"] for line in lines]
+    assert texts(files(path)) == expected
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
+@pytest.mark.parametrize("ending", PACKED)
+@pytest.mark.parametrize("damage", [lambda packed: packed[:-9], lambda packed: packed[:99], lambda packed: b"no " * 99])
+def test_damaged_packed_files_are_named(tmp_path, ending, name, damage):
+    content = "".join(json.dumps({"text": str(random.random())}) + "\n" for _ in range(3000)).encode()
+    path = write(tmp_path / (name + ending), damage(PACKED[ending](content)))
+    with pytest.raises(ValueError, match=r"data\.path: could not read") as raised:
+        texts(files(path))
+    assert path in str(raised.value)
+
+
+def test_a_missing_decompressor_says_what_to_install(tmp_path, monkeypatch):
+    path = write(tmp_path / "a.txt.zst", zstd(b"one"))
+    monkeypatch.delitem(fsspec.compression.compr, "zstd")
+    with pytest.raises(ValueError, match=r"pip install backports\.zstd"):
+        texts(files(path))
+
+
+def test_a_long_text_comes_in_blocks(tmp_path, monkeypatch):
+    text = "".join(random.Random(0).choices("ab ü漢\r\n", k=2000))
+    path = write(tmp_path / "a.txt", "\ufeff" + text)
+    monkeypatch.setattr(data.corpora, "BLOCK", 7)
+    ((_, blocks),) = documents(files(path))
+    blocks = list(blocks)
+    assert max(map(len, blocks)) <= 7  # so what is in memory does not grow with the file
+    assert "".join(blocks) == Path(path).read_text(encoding="utf-8-sig")
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 4, 9])
+def test_files_end_after_so_many_documents(tmp_path, most):
+    rows = jsonl(tmp_path / "a.jsonl", {"text": "one"}, {"text": "two"}, {"text": "three"})
+    text = write(tmp_path / "a.txt", "four")
+    assert texts(files([rows, text], max_documents=most)) == ["one", "two", "three", "four"][:most]
+
+
 def test_identity_follows_the_files(tmp_path):
     path = tmp_path / "a.jsonl"
     jsonl(path, {"text": "one", "body": "two"})
@@ -264,7 +336,8 @@ def test_identity_follows_the_files(tmp_path):
     write(tmp_path / "b.jsonl", path.read_bytes())
     more = identity(files(str(tmp_path / "*.jsonl")))
     column = identity(files(str(path), column="body"))
-    assert len({repr(found) for found in (one, touched, more, column)}) == 4
+    fewer = identity(files(str(path), max_documents=1))
+    assert len({repr(found) for found in (one, touched, more, column, fewer)}) == 5
 
 
 class Hub:
@@ -330,6 +403,68 @@ def test_an_unreachable_hub_data_set(monkeypatch, error):
         texts(DataConfig("mine", "hub", "owner/set"))
     for part in ("data=mine", "owner/set", str(error)):
         assert part in str(raised.value)
+
+
+def test_an_endless_stream_ends_after_so_many_documents(monkeypatch):
+    def endless(*args, split, streaming, **kwargs):
+        assert streaming
+        return ({"text": f"{split} {i}"} for i in itertools.count())
+
+    monkeypatch.setattr(datasets, "load_dataset", endless)
+    config = DataConfig("h", "hub", "o/h", val_split="validation", streaming=True, max_documents=2)
+    assert whole(config) == [
+        ("train", "train 0"),
+        ("train", "train 1"),
+        ("val", "validation 0"),
+        ("val", "validation 1"),
+    ]
+
+
+def test_articles_are_what_is_counted(monkeypatch):
+    lines = [" = A = \n", " a\n", " = B = \n", " b\n", " b\n", " = C = \n"]
+    monkeypatch.setattr(datasets, "load_dataset", Hub(train=hub_rows(*lines)))
+    config = DataConfig("h", "hub", "o/h", articles=True, max_documents=2)
+    assert texts(config) == [" = A = \n a\n", " = B = \n b\n b\n"]
+
+
+@pytest.mark.parametrize("most", [1, 5, 7, 99])
+def test_streaming_reads_the_same_rows_and_keeps_no_copy(tmp_path, most):
+    # a folder stands in for the hub; `datasets` reads both alike
+    rows = [f"row {i} ü" for i in range(12)]
+    for i in range(3):
+        parquet(tmp_path / "set" / f"train-{i}.parquet", text=rows[4 * i : 4 * i + 4])
+    config = DataConfig("h", "hub", str(tmp_path / "set"), max_documents=most)
+    assert texts(replace(config, streaming=True)) == rows[:most]
+    assert not list(tmp_path.rglob("*.arrow"))
+    assert texts(config) == rows[:most]
+    assert list(tmp_path.rglob("*.arrow"))
+    assert identity(config) == identity(replace(config, streaming=True))  # so token files serve both
+
+
+def test_a_stream_that_breaks_off(monkeypatch):
+    def broken(*args, **kwargs):
+        yield {"text": "one"}
+        raise ConnectionError("gone")
+
+    monkeypatch.setattr(datasets, "load_dataset", broken)
+    found = documents(DataConfig("mine", "hub", "o/h", streaming=True, max_documents=9))
+    assert next(found) == (None, ["one"])
+    with pytest.raises(ValueError, match=r"data=mine: could not read o/h .*gone"):
+        next(found)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"kind": "hub", "streaming": True}, r"data\.max_documents"),
+        ({"kind": "files", "streaming": True, "max_documents": 3}, r"data\.streaming.*data\.kind=hub"),
+        ({"kind": "hub", "max_documents": 0}, r"data\.max_documents=0: .*at least 1"),
+        ({"kind": "bin", "max_documents": 5}, r"data\.max_documents=5"),
+    ],
+)
+def test_settings_of_streams_that_do_not_fit(settings, words):
+    with pytest.raises(ValueError, match=words):
+        DataConfig("mine", path="x", **settings)
 
 
 def test_articles_begin_at_titles_and_not_at_sections():
