@@ -139,7 +139,7 @@ def _write(folder: Path, config: DataConfig, tokenizer: Tokenizer, say: Callable
         for part, ids in chain.from_iterable(_ahead(encoded, _batches(_parts(config, where)))):
             if part.ends:
                 ids = [*ids, tokenizer.end_of_document]
-            np.asarray(ids, dtype=dtype).tofile(file)
+            file.write(np.asarray(ids, dtype=dtype).tobytes())
             bar.update(len(ids))
             length += len(ids)
             digest.update(part.text.encode("utf-8", "replace"))
@@ -160,9 +160,11 @@ def _write(folder: Path, config: DataConfig, tokenizer: Tokenizer, say: Callable
         chosen = np.flatnonzero(labels == label)
         if not len(chosen):
             raise ValueError(f"{where}: the {split} split holds no text")
+        gaps = np.flatnonzero(np.diff(chosen) != 1)  # between them, documents lie side by side in the spool
+        begins = offsets[chosen[np.append(0, gaps + 1)]] * dtype.itemsize
+        ends = offsets[chosen[np.append(gaps, -1)] + 1] * dtype.itemsize
         with open(spool, "rb") as source, open(folder / f"{split}.bin", "wb") as file:
-            for run in np.split(chosen, np.flatnonzero(np.diff(chosen) != 1) + 1):  # documents that lie side by side
-                begin, end = offsets[run[0]] * dtype.itemsize, offsets[run[-1] + 1] * dtype.itemsize
+            for begin, end in zip(begins, ends, strict=True):
                 source.seek(begin)
                 for at in range(begin, end, COPIED):
                     file.write(source.read(min(COPIED, end - at)))
@@ -238,8 +240,9 @@ def _hold_out(digests: bytes, config: DataConfig, where: str) -> np.ndarray:
     distinct, which = np.unique(np.frombuffer(digests, dtype="S16"), return_inverse=True)
     if len(distinct) < 2:
         raise ValueError(f"{where}: all {len(which)} documents are the same text, so none can be held out")
-    raw = distinct.tobytes()
-    drawn = b"".join(hashlib.blake2b(seed + raw[i : i + 16]).digest()[:16] for i in range(0, len(raw), 16))
+    raw, drawn = distinct.tobytes(), bytearray()
+    for i in range(0, len(raw), 16):
+        drawn += hashlib.blake2b(seed + raw[i : i + 16]).digest()[:16]
     count = min(max(1, round(config.val_fraction * len(distinct))), len(distinct) - 1)
     held_out = np.zeros(len(distinct), dtype=np.uint8)
     held_out[np.argsort(np.frombuffer(drawn, dtype="S16"))[:count]] = 1

@@ -1,5 +1,6 @@
 """Token files, against documents joined by plain Python and files read by `struct`."""
 
+import hashlib
 import json
 import os
 import random
@@ -8,6 +9,7 @@ import shutil
 import struct
 import subprocess
 import sys
+import tracemalloc
 from itertools import chain, pairwise
 from pathlib import Path
 
@@ -17,7 +19,8 @@ import pytest
 
 import data.tokens
 from data import DataConfig, get_tokenizer, prepare
-from data.tokens import smallest_dtype
+from data.tokenizers import parts
+from data.tokens import Part, _batches, smallest_dtype
 
 BYTES = get_tokenizer("bytes")
 
@@ -204,6 +207,59 @@ def test_the_held_out_documents_are_drawn(monkeypatch, tmp_path):
     give(monkeypatch, documents[::-1])
     again = prepare(DataConfig("toy", "hub", "owner/reversed", cache=str(tmp_path / "cache")), BYTES, silent)
     assert texts_of(again, "val") == drawn[0][::-1]
+
+
+@pytest.mark.parametrize("fraction", [0.003, 0.3])
+def test_the_drawing_and_the_fingerprint_are_what_they_always_were(monkeypatch, tmp_path, fraction):
+    # files and runs of former versions are found, and resumed, by them
+    documents = [text for i, text in enumerate(some_documents(300)) for _ in range(1 + i % 3)]
+    give(monkeypatch, documents)
+    found = prepare(toy(tmp_path, val_fraction=fraction, split_seed=7), BYTES, silent)
+    digest = {text: hashlib.blake2b(text.encode(), digest_size=16).digest() for text in documents}
+    drawn = sorted(set(digest.values()), key=lambda one: hashlib.blake2b(b"7" + one).digest())
+    held_out = set(drawn[: round(fraction * 300)])
+    assert texts_of(found, "val") == [text for text in documents if digest[text] in held_out]
+    labelled = [(b"val" if digest[text] in held_out else b"train") + digest[text] for text in documents]
+    assert found.fingerprint == hashlib.sha256(b"".join(labelled)).hexdigest()[:16]
+
+
+def test_long_documents_are_tokenised_in_parts(monkeypatch, tmp_path):
+    documents = [" ".join(some_documents(40, seed)) for seed in range(9)]
+    give(monkeypatch, documents)
+    whole = prepare(toy(tmp_path / "whole"), BYTES, silent)
+    longest = []
+
+    class Watched(Hooked):
+        def encode(self, texts):
+            longest.append(max(map(len, texts)))
+            return BYTES.encode(texts)
+
+    monkeypatch.setattr(data.tokens, "parts", lambda blocks: parts(blocks, 50))
+    found = prepare(toy(tmp_path / "parts"), Watched(None), silent)
+    assert max(longest) < 200 < min(map(len, documents))
+    for name in ("train", "train_offsets", "val", "val_offsets"):
+        assert np.array_equal(getattr(found, name), getattr(whole, name))
+    assert found.fingerprint == whole.fingerprint
+
+
+def test_batches_hold_neither_many_documents_nor_much_text():
+    def sizes(*lengths):
+        found = (Part(None, "x" * length, ends=True) for length in lengths)
+        return [[len(part.text) for part in batch] for batch in _batches(found, most=3, characters=100)]
+
+    assert sizes(1, 1, 1, 1, 1) == [[1, 1, 1], [1, 1]]
+    assert sizes(60, 60, 1, 200, 1) == [[60, 60], [1, 200], [1]]
+    assert sizes() == []
+
+
+def test_a_document_costs_few_bytes_of_memory(monkeypatch, tmp_path):
+    monkeypatch.setattr(data.tokens, "documents", lambda config: ((None, [f"{i}"]) for i in range(10_000)))
+    prepare(toy(tmp_path / "first", max_documents=1), BYTES, silent)  # for what is made only once
+    tracemalloc.start()
+    prepare(toy(tmp_path, val_fraction=0.3), BYTES, silent)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak / 10_000 < 250
 
 
 @pytest.mark.parametrize("fraction", [0.01, 0.99])
