@@ -7,12 +7,13 @@ number, a version, the number of ids, and zeros. Which split a file belongs to i
 
 import hashlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tqdm import tqdm
 
 from data.corpora import DataConfig, files_of
 from data.tokenizers import END_OF_DOCUMENT, Tokenizer
@@ -87,29 +88,38 @@ def index(folder: Path, config: DataConfig, tokenizer: Tokenizer, say: Callable[
     shards = _shards(config)
     about: dict[str, Any] = {"dtype": IDS.name, "tokens": {}, "documents": {}, "shards": {}}
     content = hashlib.sha256()
-    for split, found in shards.items():
-        content.update(split.encode())
-        ends, begin = [np.zeros(1, dtype=np.int64)], 0
-        for shard in found:
-            for at in range(0, shard.count, READ):
-                ids = np.fromfile(
-                    shard.path, IDS, min(READ, shard.count - at), offset=shard.skipped + at * IDS.itemsize
-                )
-                _check_ids(ids, at, shard, tokenizer)
+    total = sum(shard.count for found in shards.values() for shard in found)
+    with tqdm(total=total, unit=" tokens", unit_scale=True, leave=False, disable=None) as bar:
+        for split, found in shards.items():
+            ends, count = [], 0
+            content.update(split.encode())
+            for ids in _read(found, tokenizer):
                 content.update(ids)
-                ends.append(np.flatnonzero(ids == tokenizer.end_of_document) + begin + at + 1)
-            begin += shard.count
-        offsets = np.concatenate(ends)
-        offsets = offsets[offsets != 1]  # an end that stands first ends nothing
-        if len(offsets) == 1:
-            end = f"{END_OF_DOCUMENT} (id {tokenizer.end_of_document})"
-            say(f"data={config.name}: no {end} in the {split} split, so it is one document")
-        if offsets[-1] != begin:
-            offsets = np.append(offsets, begin)
-        offsets.tofile(folder / f"{split}.offsets")
-        about["tokens"][split], about["documents"][split] = begin, len(offsets) - 1
-        about["shards"][split] = [astuple(shard) for shard in found]
+                ends.append(np.flatnonzero(ids == tokenizer.end_of_document) + count + 1)
+                count += len(ids)
+                bar.update(len(ids))
+            ends = np.concatenate(ends)
+            if not len(ends):
+                end = f"{END_OF_DOCUMENT} (id {tokenizer.end_of_document})"
+                say(f"data={config.name}: no {end} in the {split} split, so it is one document")
+            ends = ends[(ends != 1) & (ends != count)]  # one that stands first ends nothing
+            np.concatenate(([0], ends, [count]), dtype=np.int64).tofile(folder / f"{split}.offsets")
+            about["tokens"][split], about["documents"][split] = count, len(ends) + 1
+            about["shards"][split] = [astuple(shard) for shard in found]
     return {**about, "fingerprint": content.hexdigest()[:16]}
+
+
+def _read(shards: list[Shard], tokenizer: Tokenizer) -> Iterator[np.ndarray]:
+    for shard in shards:
+        for at in range(0, shard.count, READ):
+            ids = np.fromfile(shard.path, IDS, min(READ, shard.count - at), offset=shard.skipped + at * IDS.itemsize)
+            if (largest := ids.max()) >= tokenizer.vocab_size:
+                raise ValueError(
+                    f"data.path: {shard.path} has id {largest} at place {at + ids.argmax()}, outside the "
+                    f"{tokenizer.vocab_size} ids of tokenizer {tokenizer.name}: give the tokenizer that it was made "
+                    "with, such as tokenizer=gpt2"
+                )
+            yield ids
 
 
 def _shards(config: DataConfig) -> dict[str, list[Shard]]:
@@ -151,12 +161,3 @@ def _shard(path: Path) -> Shard:
             f"{HEADER + count * IDS.itemsize} bytes; it may have been cut short: get or make it again"
         )
     return Shard(str(path), HEADER, count)
-
-
-def _check_ids(ids: np.ndarray, at: int, shard: Shard, tokenizer: Tokenizer) -> None:
-    if (largest := ids.max()) >= tokenizer.vocab_size:
-        where = at + int(ids.argmax())
-        raise ValueError(
-            f"data.path: {shard.path} has id {largest} at place {where}, outside the {tokenizer.vocab_size} ids of "
-            f"tokenizer {tokenizer.name}: give the tokenizer that it was made with, such as tokenizer=gpt2"
-        )

@@ -71,7 +71,7 @@ def prepare(config: DataConfig, tokenizer: Tokenizer, say: Callable[[str], None]
     name = re.sub(r"\W", "_", config.name)
     folder = cache / f"{name}-{tokenizer.name}-{digest}"
     if not folder.exists():
-        doing = "reading once, for their borders," if config.kind == "bin" else "tokenising"
+        doing = "finding the documents in" if config.kind == "bin" else "tokenising"
         say(f"{doing} {describe(config)} with {tokenizer.name} into {folder}")
         cache.mkdir(parents=True, exist_ok=True)
         temporary = cache / f".{folder.name}-{uuid.uuid4().hex}"
