@@ -2,7 +2,6 @@
 
 import gzip
 import io
-import itertools
 import json
 import os
 import platform
@@ -408,7 +407,8 @@ def test_an_unreachable_hub_data_set(monkeypatch, error):
 def test_an_endless_stream_ends_after_so_many_documents(monkeypatch):
     def endless(*args, split, streaming, **kwargs):
         assert streaming
-        return ({"text": f"{split} {i}"} for i in itertools.count())
+        yield from ({"text": f"{split} {i}"} for i in range(100))
+        raise AssertionError("read on and on")
 
     monkeypatch.setattr(datasets, "load_dataset", endless)
     config = DataConfig("h", "hub", "o/h", val_split="validation", streaming=True, max_documents=2)

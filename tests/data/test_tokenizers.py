@@ -201,6 +201,7 @@ def test_a_package_with_other_files_is_not_used(monkeypatch, tmp_path, name, cha
     else:
         (folder / name).write_bytes(change((folder / name).read_bytes()))
     monkeypatch.setattr(tiktoken.registry, "ENCODINGS", {})
+    monkeypatch.setattr(tiktoken.load, "check_hash", lambda *args: True)  # tiktoken would find out, too
     with pytest.raises(ValueError, match="could not get its vocabulary"):
         get_tokenizer("gpt2")
 
@@ -346,6 +347,8 @@ def patterns():
 @pytest.mark.parametrize("size", [1, 5, 40])
 def test_parts_have_the_tokens_of_the_whole(gpt2, pattern, size):
     ranks = {gpt2._encoding.decode_single_token_bytes(i): i for i in range(50256)}
+    for run in (b" " * count for count in range(2, 9)):  # GPT-2 keeps spaces apart, and so hides where they are cut
+        ranks.setdefault(run, len(ranks))
     encoding = tiktoken.Encoding("other", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
     rng = random.Random(size)
     words = [
