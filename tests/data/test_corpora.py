@@ -1,4 +1,4 @@
-"""Corpora, against files read by plain Python and a hand-written WikiText."""
+"""Corpora of files, against the same files read by plain Python."""
 
 import gzip
 import io
@@ -8,54 +8,16 @@ import platform
 import random
 import socket
 import sysconfig
-from dataclasses import replace
 from pathlib import Path
 
 import datasets
 import fsspec
-import pyarrow
-import pyarrow.parquet
 import pytest
 
 import data.corpora
 from data import DataConfig, absolute
-from data.corpora import _articles, describe, documents, identity
-
-
-@pytest.fixture(autouse=True)
-def _datasets_stays_here(monkeypatch, tmp_path):
-    # otherwise `datasets` leaves lock files in the home directory and asks the network to count each use
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "datasets"))
-    monkeypatch.setattr(datasets.config, "HF_UPDATE_DOWNLOAD_COUNTS", False)
-
-
-def files(path, **settings):
-    return DataConfig("mine", "files", path, **settings)
-
-
-def whole(config):
-    """Documents with their blocks joined."""
-    return [(split, "".join(blocks)) for split, blocks in documents(config)]
-
-
-def texts(config):
-    return [text for _, text in whole(config)]
-
-
-def write(path, content):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(content if isinstance(content, bytes) else content.encode("utf-8"))
-    return str(path)
-
-
-def jsonl(path, *rows):
-    return write(path, "".join(json.dumps(row) + "\n" for row in rows))
-
-
-def parquet(path, **columns):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    pyarrow.parquet.write_table(pyarrow.table(columns), path)
-    return str(path)
+from data.corpora import describe, documents, identity
+from tests.data.written import files, jsonl, parquet, texts, whole, write
 
 
 def test_stdlib_is_the_standard_library_in_order():
@@ -337,162 +299,6 @@ def test_identity_follows_the_files(tmp_path):
     column = identity(files(str(path), column="body"))
     fewer = identity(files(str(path), max_documents=1))
     assert len({repr(found) for found in (one, touched, more, column, fewer)}) == 5
-
-
-class Hub:
-    """Stands in for `datasets.load_dataset`: splits of rows, and a record of what was asked for."""
-
-    def __init__(self, **splits):
-        self.splits = splits
-        self.asked = []
-
-    def __call__(self, path, name=None, *, split, revision=None, streaming=False):
-        self.asked.append((path, name, split, revision))
-        return self.splits[split]
-
-
-def hub_rows(*texts, column="text"):
-    return [{column: text, "id": i} for i, text in enumerate(texts)]
-
-
-def test_a_hub_data_set_without_a_validation_split(monkeypatch):
-    hub = Hub(all=hub_rows("one", "two", column="body"))
-    monkeypatch.setattr(datasets, "load_dataset", hub)
-    config = DataConfig("h", "hub", "o/h", subset="s", revision="r1", column="body", train_split="all")
-    assert whole(config) == [(None, "one"), (None, "two")]
-    assert hub.asked == [("o/h", "s", "all", "r1")]
-
-
-def test_the_publishers_splits_are_kept(monkeypatch):
-    hub = Hub(train=hub_rows("one", "two"), validation=hub_rows("three"), test=hub_rows("no"))
-    monkeypatch.setattr(datasets, "load_dataset", hub)
-    config = DataConfig("h", "hub", "o/h", val_split="validation")
-    assert whole(config) == [("train", "one"), ("train", "two"), ("val", "three")]
-
-
-def test_articles_of_a_hub_data_set(monkeypatch):
-    lines = ["", " = A = \n", " text\n", " = B = \n", " more\n"]
-    monkeypatch.setattr(datasets, "load_dataset", Hub(train=hub_rows(*lines), validation=hub_rows(*lines[3:])))
-    config = DataConfig("h", "hub", "o/h", articles=True, val_split="validation")
-    found = [(split, text) for split, text in whole(config) if text.strip()]
-    assert found == [("train", " = A = \n text\n"), ("train", " = B = \n more\n"), ("val", " = B = \n more\n")]
-
-
-def test_a_hub_data_set_with_another_column_names_it(monkeypatch):
-    monkeypatch.setattr(datasets, "load_dataset", Hub(train=hub_rows("one", column="content")))
-    with pytest.raises(ValueError, match=r"data\.column='text': o/h has the columns content, id"):
-        texts(DataConfig("h", "hub", "o/h"))
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        ConnectionError("no route"),
-        datasets.exceptions.DatasetNotFoundError("doesn't exist on the Hub"),
-        ValueError("Unknown split"),
-        RuntimeError("Dataset scripts are no longer supported"),
-    ],
-)
-def test_an_unreachable_hub_data_set(monkeypatch, error):
-    def refuse(*args, **kwargs):
-        raise error
-
-    monkeypatch.setattr(datasets, "load_dataset", refuse)
-    with pytest.raises(ValueError, match="stdlib and files need no network") as raised:
-        texts(DataConfig("mine", "hub", "owner/set"))
-    for part in ("data=mine", "owner/set", str(error)):
-        assert part in str(raised.value)
-
-
-def test_an_endless_stream_ends_after_so_many_documents(monkeypatch):
-    def endless(*args, split, streaming, **kwargs):
-        assert streaming
-        yield from ({"text": f"{split} {i}"} for i in range(100))
-        raise AssertionError("read on and on")
-
-    monkeypatch.setattr(datasets, "load_dataset", endless)
-    config = DataConfig("h", "hub", "o/h", val_split="validation", streaming=True, max_documents=2)
-    assert whole(config) == [
-        ("train", "train 0"),
-        ("train", "train 1"),
-        ("val", "validation 0"),
-        ("val", "validation 1"),
-    ]
-
-
-def test_articles_are_what_is_counted(monkeypatch):
-    lines = [" = A = \n", " a\n", " = B = \n", " b\n", " b\n", " = C = \n"]
-    monkeypatch.setattr(datasets, "load_dataset", Hub(train=hub_rows(*lines)))
-    config = DataConfig("h", "hub", "o/h", articles=True, max_documents=2)
-    assert texts(config) == [" = A = \n a\n", " = B = \n b\n b\n"]
-
-
-@pytest.mark.parametrize("most", [1, 5, 7, 99])
-def test_streaming_reads_the_same_rows_and_keeps_no_copy(tmp_path, most):
-    # a folder stands in for the hub; `datasets` reads both alike
-    rows = [f"row {i} ü" for i in range(12)]
-    for i in range(3):
-        parquet(tmp_path / "set" / f"train-{i}.parquet", text=rows[4 * i : 4 * i + 4])
-    config = DataConfig("h", "hub", str(tmp_path / "set"), max_documents=most)
-    assert texts(replace(config, streaming=True)) == rows[:most]
-    assert not list(tmp_path.rglob("*.arrow"))
-    assert texts(config) == rows[:most]
-    assert list(tmp_path.rglob("*.arrow"))
-    assert identity(config) == identity(replace(config, streaming=True))  # so token files serve both
-
-
-def test_a_stream_that_breaks_off(monkeypatch):
-    def broken(*args, **kwargs):
-        yield {"text": "one"}
-        raise ConnectionError("gone")
-
-    monkeypatch.setattr(datasets, "load_dataset", broken)
-    found = documents(DataConfig("mine", "hub", "o/h", streaming=True, max_documents=9))
-    assert next(found) == (None, ["one"])
-    with pytest.raises(ValueError, match=r"data=mine: could not read o/h .*gone"):
-        next(found)
-
-
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"kind": "hub", "streaming": True}, r"data\.max_documents"),
-        ({"kind": "files", "streaming": True, "max_documents": 3}, r"data\.streaming.*data\.kind=hub"),
-        ({"kind": "hub", "max_documents": 0}, r"data\.max_documents=0: .*at least 1"),
-        ({"kind": "bin", "max_documents": 5}, r"data\.max_documents=5"),
-    ],
-)
-def test_settings_of_streams_that_do_not_fit(settings, words):
-    with pytest.raises(ValueError, match=words):
-        DataConfig("mine", path="x", **settings)
-
-
-def test_articles_begin_at_titles_and_not_at_sections():
-    first = [
-        " = Valkyria Chronicles III = \n",
-        "",
-        " Senjō no Valkyria 3 is a game . \n",
-        " = = Gameplay = = \n",
-        "",
-        " a = b = c \n",
-        " = = = Missions = = = \n",
-        " = = = = Deeper = = = = \n",
-        " and its text . \n",
-    ]
-    second = [" = A = \n", " one letter \n"]
-    third = [" = E = mc2 = \n", " = = B = = \n", " x = \n", " = y \n"]
-    found = list(_articles(iter(first + second + third)))
-    assert found == ["".join(first), "".join(second), "".join(third)]
-
-
-def test_lines_before_the_first_title_are_kept():
-    assert list(_articles(["before\n", " = A = \n", " a\n"])) == ["before\n", " = A = \n a\n"]
-    assert list(_articles([" no title\n", " at all\n"])) == [" no title\n at all\n"]
-    assert list(_articles([])) == []
-
-
-def test_a_title_may_come_without_a_line_feed():
-    assert list(_articles([" = A = ", " a", " = B = ", " b"])) == [" = A =  a", " = B =  b"]
 
 
 def test_an_unknown_kind_lists_the_known():

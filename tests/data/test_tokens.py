@@ -6,14 +6,9 @@ import os
 import random
 import re
 import shutil
-import struct
-import subprocess
-import sys
 import tracemalloc
 from itertools import chain, pairwise
-from pathlib import Path
 
-import datasets
 import numpy as np
 import pytest
 
@@ -21,15 +16,7 @@ import data.tokens
 from data import DataConfig, get_tokenizer, prepare
 from data.tokenizers import parts
 from data.tokens import Part, _batches, smallest_dtype
-
-BYTES = get_tokenizer("bytes")
-
-
-@pytest.fixture(autouse=True)
-def _datasets_stays_here(monkeypatch, tmp_path):
-    # otherwise `datasets` leaves lock files in the home directory and asks the network to count each use
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "datasets"))
-    monkeypatch.setattr(datasets.config, "HF_UPDATE_DOWNLOAD_COUNTS", False)
+from tests.data.toys import BYTES, forbid_reading, give, read, silent, some_documents, texts_of, toy
 
 
 class Letters:
@@ -42,72 +29,6 @@ class Letters:
 
     def encode(self, texts):
         return [[ord(character) % (self.vocab_size - 1) for character in text] for text in texts]
-
-
-class Hooked:
-    """The bytes, and something that happens in the middle: in the call that `encode` gets when some text is written."""
-
-    name, vocab_size, end_of_document = BYTES.name, BYTES.vocab_size, BYTES.end_of_document
-
-    def __init__(self, hook):
-        self.hook = hook
-        self.calls = 0
-
-    def encode(self, texts):
-        self.calls += 1
-        if self.calls == 2:
-            self.hook()
-        return BYTES.encode(texts)
-
-
-def raising(error):
-    def stop(*args, **kwargs):
-        raise error
-
-    return stop
-
-
-def silent(message):
-    pass
-
-
-def some_documents(count, seed=0):
-    """Different texts of 1 to 60 characters, in no order."""
-    rng = random.Random(seed)
-    letters = "abc xyz\n=<|endoftext|>ü漢\U0001f4bb"
-    return [f"{i}:" + "".join(rng.choices(letters, k=rng.randrange(58))) for i in rng.sample(range(count), count)]
-
-
-def give(monkeypatch, documents):
-    """Make these the corpus: texts, or pairs of a split and a text; each text in blocks of three characters."""
-    pairs = [item if isinstance(item, tuple) else (None, item) for item in documents]
-    pairs = [(split, [text[i : i + 3] for i in range(0, len(text), 3)]) for split, text in pairs]
-    monkeypatch.setattr(data.tokens, "documents", lambda config: iter(pairs))
-
-
-def forbid_reading(monkeypatch):
-    monkeypatch.setattr(data.tokens, "documents", raising(AssertionError("the corpus was read again")))
-
-
-def toy(tmp_path, **settings):
-    return DataConfig("toy", "hub", "owner/toy", cache=str(tmp_path / "cache"), **settings)
-
-
-def read(path, code):
-    """A file of little-endian numbers."""
-    raw = path.read_bytes()
-    return list(struct.unpack(f"<{len(raw) // struct.calcsize(code)}{code}", raw))
-
-
-def texts_of(found, split):
-    """The documents of a split of token files of bytes, cut where the offsets say."""
-    ids, offsets = read(found.folder / f"{split}.bin", "H"), read(found.folder / f"{split}.offsets", "q")
-    texts = []
-    for begin, end in pairwise(offsets):
-        *document, last = ids[begin:end]
-        assert last == 256
-        texts.append(bytes(document).decode("utf-8"))
-    return texts
 
 
 def joined(texts):
@@ -442,120 +363,3 @@ def test_files_of_another_tokenizer_are_refused(monkeypatch, tmp_path, changes):
         prepare(toy(tmp_path), BYTES, silent)
     assert str(found.folder) in str(raised.value)
     assert str(changes["vocab_size"]) in str(raised.value)
-
-
-@pytest.mark.parametrize("error", [RuntimeError("stop"), KeyboardInterrupt()])
-def test_an_interruption_leaves_nothing(monkeypatch, tmp_path, error):
-    documents = some_documents(600)
-    give(monkeypatch, documents)
-    with pytest.raises(type(error)):
-        prepare(toy(tmp_path), Hooked(raising(error)), silent)
-    assert list((tmp_path / "cache").iterdir()) == []
-    found = prepare(toy(tmp_path), BYTES, silent)
-    assert sorted(texts_of(found, "train") + texts_of(found, "val")) == sorted(documents)
-
-
-def test_a_corpus_that_breaks_off_leaves_nothing(monkeypatch, tmp_path):
-    documents = some_documents(600)
-
-    def broken(config):
-        yield from ((None, [text]) for text in documents[:400])
-        raise ConnectionError("gone")
-
-    monkeypatch.setattr(data.tokens, "documents", broken)
-    with pytest.raises(ConnectionError, match="gone"):
-        prepare(toy(tmp_path), BYTES, silent)
-    assert list((tmp_path / "cache").iterdir()) == []
-    give(monkeypatch, documents)
-    found = prepare(toy(tmp_path), BYTES, silent)
-    assert sorted(texts_of(found, "train") + texts_of(found, "val")) == sorted(documents)
-
-
-@pytest.mark.parametrize("where", ["in the middle", "before the description", "before the renaming"])
-def test_what_a_killed_process_leaves_is_not_read(monkeypatch, tmp_path, where):
-    class Killed(BaseException):
-        pass
-
-    documents = some_documents(600)
-    give(monkeypatch, documents)
-    kill = raising(Killed())
-    with monkeypatch.context() as dying:
-        dying.setattr(shutil, "rmtree", lambda *args, **kwargs: None)  # who is killed does not clean up
-        if where == "before the description":
-            dying.setattr(Path, "write_text", kill)
-        if where == "before the renaming":
-            dying.setattr(Path, "rename", kill)
-        with pytest.raises(Killed):
-            prepare(toy(tmp_path), Hooked(kill) if where == "in the middle" else BYTES, silent)
-    assert len(list((tmp_path / "cache").iterdir())) == 1  # there is something that could be mistaken
-    found = prepare(toy(tmp_path), BYTES, silent)
-    assert sorted(texts_of(found, "train") + texts_of(found, "val")) == sorted(documents)
-
-
-def test_a_faster_preparation_is_kept(monkeypatch, tmp_path):
-    give(monkeypatch, some_documents(300))
-    faster = []
-    tokenizer = Hooked(lambda: faster.append(prepare(toy(tmp_path), BYTES, silent)))
-    slower = prepare(toy(tmp_path), tokenizer, silent)
-    assert len(faster) == 1
-    assert slower.folder == faster[0].folder
-    assert slower.train.tolist() == faster[0].train.tolist()
-    assert list((tmp_path / "cache").iterdir()) == [slower.folder]
-
-
-def test_a_folder_that_cannot_be_renamed_is_an_error(monkeypatch, tmp_path):
-    give(monkeypatch, some_documents(30))
-    monkeypatch.setattr(Path, "rename", raising(PermissionError("not yours")))
-    with pytest.raises(PermissionError, match="not yours"):
-        prepare(toy(tmp_path), BYTES, silent)
-    assert list((tmp_path / "cache").iterdir()) == []
-
-
-PROCESS = """
-import sys
-import data.tokens
-from data import DataConfig, get_tokenizer, prepare
-
-def documents(config):
-    print("reading", flush=True)
-    sys.stdin.readline()  # until the other reads, too
-    yield from ((None, [f"document {i}"]) for i in range(600))
-
-data.tokens.documents = documents
-config = DataConfig("toy", "hub", "owner/toy", cache=sys.argv[1])
-print(prepare(config, get_tokenizer("bytes"), lambda message: None).fingerprint)
-"""
-
-
-def test_two_processes_at_once(monkeypatch, tmp_path):
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", PROCESS, str(tmp_path / "cache")],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=Path(data.__file__).parents[1],
-            env={**os.environ, "PYTHONHASHSEED": seed},  # of which the split must not depend
-        )
-        for seed in ("1", "2")
-    ]
-    try:
-        assert [process.stdout.readline() for process in processes] == ["reading\n"] * 2
-        for process in processes:
-            process.stdin.write("go\n")
-            process.stdin.flush()
-        said = [process.communicate(timeout=60)[0].strip() for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    assert [process.returncode for process in processes] == [0, 0]
-    (folder,) = (tmp_path / "cache").iterdir()
-
-    forbid_reading(monkeypatch)
-    found = prepare(toy(tmp_path), BYTES, silent)
-    assert found.folder == folder
-    documents = [f"document {i}" for i in range(600)]
-    assert sorted(texts_of(found, "train") + texts_of(found, "val")) == sorted(documents)
-    give(monkeypatch, documents)
-    assert said == [prepare(toy(tmp_path / "here"), BYTES, silent).fingerprint] * 2
