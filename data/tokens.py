@@ -129,21 +129,21 @@ def _write(folder: Path, config: DataConfig, tokenizer: Tokenizer, say: Callable
     dtype = smallest_dtype(tokenizer.vocab_size)
     spool = folder / "spool.bin"
     lengths, digests, labels = array("q"), bytearray(), bytearray()  # labels: 0 train, 1 val, 2 not split yet
-    length, digest = 0, hashlib.blake2b(digest_size=16)
+    length, digest, end = 0, hashlib.blake2b(digest_size=16), dtype.type(tokenizer.end_of_document).tobytes()
     started = time.perf_counter()
 
-    def encoded(batch: list[Part]) -> Iterator[tuple[Part, list[int]]]:
-        return zip(batch, tokenizer.encode([part.text for part in batch]), strict=True)
+    def encoded(batch: list[Part]) -> Iterator[tuple[Part, np.ndarray]]:
+        return zip(batch, tokenizer.encode_to_arrays([part.text for part in batch]), strict=True)
 
     with open(spool, "wb") as file, tqdm(unit=" tokens", unit_scale=True, leave=False, disable=None) as bar:
         for part, ids in chain.from_iterable(_ahead(encoded, _batches(_parts(config, where)))):
-            if part.ends:
-                ids = [*ids, tokenizer.end_of_document]
-            file.write(np.asarray(ids, dtype=dtype).tobytes())
+            file.write(ids.astype(dtype).tobytes())
             bar.update(len(ids))
             length += len(ids)
             digest.update(part.text.encode("utf-8", "replace"))
             if part.ends:
+                file.write(end)
+                length += 1
                 lengths.append(length)
                 digests += digest.digest()
                 labels.append(2 if part.label is None else SPLITS.index(part.label))

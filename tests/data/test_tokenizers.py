@@ -115,6 +115,17 @@ def test_decode_replaces_what_is_not_utf8():
     assert tokenizer.decode(np.array([0x68, 0x69])) == "hi"
 
 
+@pytest.mark.parametrize("cores", [1, 2, 3, 64, None])
+def test_arrays_are_the_lists_on_any_number_of_cores(monkeypatch, gpt2, cores):
+    monkeypatch.setattr(os, "cpu_count", lambda: cores)
+    texts = [*TEXTS, "half a pair: \ud83d."]
+    expected = [gpt2._encoding.encode_ordinary(text) for text in texts]
+    for count in (0, 1, 2, len(texts)):
+        found = gpt2.encode_to_arrays(texts[:count])
+        assert [ids.dtype for ids in found] == [np.uint32] * count
+        assert [ids.tolist() for ids in found] == gpt2.encode(texts[:count]) == expected[:count]
+
+
 def test_end_of_document_comes_back_as_its_name():
     tokenizer = get_tokenizer("bytes")
     assert tokenizer.decode([0x61, tokenizer.end_of_document]) == "a<|endoftext|>"

@@ -27,8 +27,8 @@ class Letters:
         self.vocab_size = vocab_size
         self.end_of_document = vocab_size - 1
 
-    def encode(self, texts):
-        return [[ord(character) % (self.vocab_size - 1) for character in text] for text in texts]
+    def encode_to_arrays(self, texts):
+        return [np.array([ord(character) % (self.vocab_size - 1) for character in text]) for text in texts]
 
 
 def joined(texts):
@@ -153,9 +153,9 @@ def test_long_documents_are_tokenised_in_parts(monkeypatch, tmp_path):
     class Watched:
         name, vocab_size, end_of_document = tokenizer.name, tokenizer.vocab_size, tokenizer.end_of_document
 
-        def encode(self, texts):
+        def encode_to_arrays(self, texts):
             longest.append(max(map(len, texts)))
-            return tokenizer.encode(texts)
+            return tokenizer.encode_to_arrays(texts)
 
     monkeypatch.setattr(data.tokens, "parts", lambda blocks: parts(blocks, 50))
     found = prepare(toy(tmp_path), Watched(), silent)
