@@ -79,7 +79,7 @@ def mapped(shards: list[Shard], dtype: np.dtype, way_out: str) -> np.ndarray | S
     return arrays[0] if len(arrays) == 1 else Shards(arrays)
 
 
-def index(folder: Path, config: DataConfig, tokenizer: Tokenizer, say: Callable[[str], None]) -> dict:
+def find_borders(folder: Path, config: DataConfig, tokenizer: Tokenizer, say: Callable[[str], None]) -> dict:
     """Read all ids once and write where documents begin; returns what tokens.json says of them.
 
     A document is what ends with the tokenizer's end-of-document id, which is also where one begins in files that have

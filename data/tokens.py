@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from data.bins import Shard, index, mapped
+from data.bins import Shard, find_borders, mapped
 from data.corpora import DataConfig, describe, documents, identity
 from data.tokenizers import Tokenizer, parts
 
@@ -78,7 +78,7 @@ def prepare(config: DataConfig, tokenizer: Tokenizer, say: Callable[[str], None]
         temporary.mkdir()
         try:
             if config.kind == "bin":
-                meta = index(temporary, config, tokenizer, say)
+                meta = find_borders(temporary, config, tokenizer, say)
             else:
                 meta = _write(temporary, config, tokenizer, say)
             about = {"format": FORMAT, "corpus": describe(config), "tokenizer": tokenizer.name}
@@ -129,7 +129,8 @@ def _write(folder: Path, config: DataConfig, tokenizer: Tokenizer, say: Callable
     dtype = smallest_dtype(tokenizer.vocab_size)
     spool = folder / "spool.bin"
     lengths, digests, labels = array("q"), bytearray(), bytearray()  # labels: 0 train, 1 val, 2 not split yet
-    length, digest, end = 0, hashlib.blake2b(digest_size=16), dtype.type(tokenizer.end_of_document).tobytes()
+    length, digest = 0, hashlib.blake2b(digest_size=16)
+    end_of_document = dtype.type(tokenizer.end_of_document).tobytes()
     started = time.perf_counter()
 
     def encoded(batch: list[Part]) -> Iterator[tuple[Part, np.ndarray]]:
@@ -142,7 +143,7 @@ def _write(folder: Path, config: DataConfig, tokenizer: Tokenizer, say: Callable
             length += len(ids)
             digest.update(part.text.encode("utf-8", "replace"))
             if part.ends:
-                file.write(end)
+                file.write(end_of_document)
                 length += 1
                 lengths.append(length)
                 digests += digest.digest()
