@@ -132,7 +132,7 @@ def read_runs(config: DictConfig) -> list[Run]:
         names = [str(folder) for folder, *_ in read]
     found = []
     for name, (folder, settings, origin, path), gpt_config in zip(names, read, configs, strict=True):
-        tokenizer = get_tokenizer(settings.tokenizer.name)
+        tokenizer = get_tokenizer(**settings.tokenizer)
         _check_header(folder, settings, tokenizer, gpt_config)
         files = prepare(DataConfig(**settings.data), tokenizer, say=log.info)
         found.append(Run(folder, settings, origin, path, gpt_config, name, tokenizer, files))
@@ -433,7 +433,7 @@ def sample_text(config: DictConfig) -> list[str]:
     if config.scalings is not None:
         raise ValueError("scalings= and task=sample: a text has one; use scaling=")
     (scaling,) = scalings_of(config)
-    tokenizer = get_tokenizer(settings.tokenizer.name)
+    tokenizer = get_tokenizer(**settings.tokenizer)
     model = load_weights(latest_checkpoint(folders[0]), device, scaling)
     given = [str(one) for one in prompt] if isinstance(prompt, list) else [str(prompt)]
     # Nothing to continue is a document's beginning, which in training follows another one's end.

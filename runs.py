@@ -77,6 +77,7 @@ class ValSettings:
 @dataclass
 class TokenizerSettings:
     name: str = MISSING
+    vocab_size: int | None = None
 
 
 @dataclass

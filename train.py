@@ -106,7 +106,7 @@ def check_settings(config: DictConfig, ranks: runs.Ranks) -> GPTConfig:
         )
     if config.init_table not in (None, "interpolate"):
         raise ValueError(f"init_table={config.init_table!r}: use interpolate, or null to refuse")
-    plain, vocab_size = OmegaConf.to_container(config), get_tokenizer(config.tokenizer.name).vocab_size
+    plain, vocab_size = OmegaConf.to_container(config), get_tokenizer(**config.tokenizer).vocab_size
     return GPTConfig.from_dict(plain["model"], vocab_size=vocab_size, pos=plain["pos"], scaling=plain["scaling"])
 
 
@@ -152,7 +152,7 @@ class Trainer:
         log.info("preset   %s (%s)", config.preset, found)
         log.info("device   %s, %s, %d process(es)", self.device, self.precision, ranks.world_size)
 
-        self.tokenizer: Tokenizer = get_tokenizer(config.tokenizer.name)
+        self.tokenizer: Tokenizer = get_tokenizer(**config.tokenizer)
         data_config = DataConfig(**config.data)
         if ranks.first:
             prepare(data_config, self.tokenizer, say=log.info)

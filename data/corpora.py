@@ -1,30 +1,41 @@
-"""Corpora: where documents come from. All of them are read by the `datasets` library.
+"""Corpora: where documents come from. Tables, here or on the hub, are read by the `datasets` library.
 
-A corpus yields documents, as (split, text): split is "train" or "val" where the publisher has split it, else None.
+A corpus yields documents, as (split, blocks): split is "train" or "val" where the publisher has split it, else None;
+blocks are the document's text, in order. A row is one block. A text file comes in many, since it may be longer than
+the memory (`datasets` reads it whole).
 """
 
+import contextlib
 import glob
+import hashlib
 import platform
 import re
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-KINDS = ("stdlib", "files", "hub")
+import fsspec
+
+KINDS = ("stdlib", "files", "hub", "bin")
+BLOCK = 1 << 20  # characters of a text file read at once
 
 
 @dataclass
 class DataConfig:
     """What to read, and how to split it. `name` is for people; `kind` decides how it is read.
 
-    kind `stdlib`: the Python standard library's source. `files`: `path` is a .txt, .py, .jsonl or .parquet file, a
-    glob, or a list of them; a file of text is one document, a row of the others is one, its text in `column`. `hub`:
-    `path` is a data set on the Hugging Face hub (`subset`, `revision`), its documents are rows, or articles
-    (`articles`: WikiText, whose rows are lines). `val_split` names the publisher's validation split; null holds out
-    `val_fraction` of the documents, drawn with `split_seed`. `cache`: the folder for token files.
+    kind `stdlib`: the Python standard library's source. `files`: `path` is a .txt, .py, .jsonl or .parquet file (the
+    first three also compressed, .gz or .zst), a glob, or a list of them; a file of text is one document, a row of the
+    others is one, its text in `column`. `hub`: `path` is a data set on the Hugging Face hub (`subset`: which of its
+    configs; `revision`), its documents are rows, or articles (`articles`: WikiText, whose rows are lines); `streaming`
+    reads it without keeping it on the disk. `bin`: token ids of nanoGPT, llm.c or modded-nanogpt, used where they lie:
+    `path` is their folder, a glob, or a list of files.
+
+    `max_documents` ends each split after so many documents. `val_split` names the publisher's validation split; null
+    holds out `val_fraction` of the documents, drawn with `split_seed`. `cache`: the folder for token files.
     """
 
     name: str
@@ -34,6 +45,8 @@ class DataConfig:
     revision: str | None = None
     column: str = "text"
     articles: bool = False
+    streaming: bool = False
+    max_documents: int | None = None
     train_split: str = "train"
     val_split: str | None = None
     val_fraction: float = 0.05
@@ -44,33 +57,67 @@ class DataConfig:
         if self.kind not in KINDS:
             raise ValueError(f"data.kind={self.kind!r}: known kinds are {', '.join(KINDS)}")
         if self.kind != "stdlib" and not self.path:
-            raise ValueError(f"data.path is missing: data={self.name} needs it, e.g. data.path='texts/*.txt'")
+            example = {"files": "'texts/*.txt'", "hub": "owner/name", "bin": "<folder of .bin files>"}[self.kind]
+            raise ValueError(f"data.path is missing: data={self.name} needs it, e.g. data.path={example}")
         if not 0 < self.val_fraction < 1:
             raise ValueError(f"data.val_fraction={self.val_fraction}: must be above 0 and below 1")
+        if self.max_documents is not None and self.max_documents < 1:
+            raise ValueError(f"data.max_documents={self.max_documents}: must be at least 1, or null for all")
+        if self.max_documents is not None and self.kind == "bin":
+            raise ValueError(f"data.max_documents={self.max_documents}: data={self.name} is read whole; leave it out")
+        if self.streaming and self.kind != "hub":
+            raise ValueError(f"data.streaming=true: only for data.kind=hub, and data={self.name} is {self.kind}")
+        if self.streaming and self.max_documents is None:
+            raise ValueError(
+                "data.streaming=true: say with data.max_documents how many documents to take; a data set that is worth "
+                "streaming has more text than fits on the disk"
+            )
 
 
 def absolute(config: DataConfig) -> DataConfig:
     """With local paths that hold in any working directory: a run is read again from elsewhere."""
     place = lambda path: str(Path(str(path)).expanduser().absolute())  # noqa: E731
     path = config.path
-    if config.kind == "files":
+    if config.kind in ("files", "bin"):
         path = place(path) if isinstance(path, str | Path) else [place(one) for one in path]
     return replace(config, path=path, cache=config.cache if config.cache.startswith("~") else place(config.cache))
 
 
 def identity(config: DataConfig) -> dict:
-    """A description that changes when what `documents` reads may have changed; made without reading any text."""
+    """A description that changes when what `documents` reads may have changed; made without reading any text.
+
+    Of files: path, size and time of change. Of token ids, which may come out of an unpacked archive with the times they
+    had, also a hash of 64 samples of 4 KiB, spread evenly from the first byte to the last.
+    """
     shared = {"kind": config.kind, "column": config.column, "articles": config.articles}
-    if config.kind == "hub":
+    if config.max_documents is not None:
+        shared["max_documents"] = config.max_documents
+    if config.kind == "hub":  # streamed or not, the documents are the same
         source = [config.path, config.subset, config.revision, config.train_split, config.val_split]
         return {**shared, "source": source}
-    stats = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in _files(config)]
+    stats = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files_of(config)]
+    if config.kind == "bin":
+        stats = [(*stat, _sampled(Path(stat[0]), stat[1])) for stat in stats]
     return {**shared, "source": stats}
 
 
-def documents(config: DataConfig) -> Iterator[tuple[str | None, str]]:
-    """All documents in a fixed order. ValueError, naming the corpus or file, where one cannot be read."""
-    return _hub(config) if config.kind == "hub" else _read_files(_files(config), config.column)
+def _sampled(path: Path, size: int, samples: int = 64, width: int = 4096) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    with open(path, "rb") as file:
+        for i in range(samples):
+            file.seek(max(0, size - width) * i // (samples - 1))
+            digest.update(file.read(width))
+    return digest.hexdigest()
+
+
+def documents(config: DataConfig) -> Iterator[tuple[str | None, Iterable[str]]]:
+    """All documents in a fixed order, each as a split and blocks of text.
+
+    ValueError, naming the corpus or file, where one cannot be read; of a text file when its blocks are.
+    """
+    if config.kind == "hub":
+        return _hub(config)
+    return ((None, blocks) for blocks in islice(_read_files(files_of(config), config.column), config.max_documents))
 
 
 def describe(config: DataConfig) -> str:
@@ -80,8 +127,11 @@ def describe(config: DataConfig) -> str:
     return f"{config.name} ({config.path})"
 
 
-def _files(config: DataConfig) -> list[Path]:
-    return _stdlib_files() if config.kind == "stdlib" else _user_files(config.path)
+def files_of(config: DataConfig) -> list[Path]:
+    """The files that a corpus of files is read from, in order. ValueError where there is none, or one of no use."""
+    if config.kind == "stdlib":
+        return _stdlib_files()
+    return _user_files(config.path, BIN if config.kind == "bin" else tuple(READERS), folders=config.kind == "bin")
 
 
 def _stdlib_files() -> list[Path]:
@@ -94,57 +144,68 @@ def _stdlib_files() -> list[Path]:
     return sorted(found, key=lambda path: path.relative_to(root).as_posix())
 
 
-def _user_files(path: Any) -> list[Path]:
+def _user_files(path: Any, endings: tuple[str, ...], folders: bool) -> list[Path]:
     files: list[Path] = []
     for pattern in [path] if isinstance(path, str | Path) else list(path):
         pattern = str(Path(str(pattern)).expanduser())
         if Path(pattern).is_dir():
-            raise ValueError(f"data.path={pattern!r}: is a folder; say which files, e.g. '{pattern}/*.txt'")
+            if not folders:
+                raise ValueError(f"data.path={pattern!r}: is a folder; say which files, e.g. '{pattern}/*.txt'")
+            pattern = f"{glob.escape(pattern)}/*{endings[0]}"
         found = [pattern] if Path(pattern).exists() else sorted(glob.glob(pattern, recursive=True))
         found = [Path(name).absolute() for name in found if Path(name).is_file()]
         if not found:
             raise ValueError(f"data.path={pattern!r}: no such file, and no file matches it")
         files += [name for name in found if name not in files]
     for file in files:
-        if file.suffix not in READERS:
-            raise ValueError(f"data.path: {file} is none of {', '.join(READERS)}")
+        if not file.name.endswith(endings):
+            raise ValueError(f"data.path: {file} is none of {', '.join(endings)}")
     return files
 
 
-# datasets' reader for a file, by its ending
-READERS = {".txt": "text", ".py": "text", ".jsonl": "json", ".parquet": "parquet"}
+BIN = (".bin",)
+# how a file is read, by its ending; what is not "text" is a reader of datasets
+READERS = {
+    name + packed: reader
+    for name, reader in ((".txt", "text"), (".py", "text"), (".jsonl", "json"))
+    for packed in ("", ".gz", ".zst")
+} | {".parquet": "parquet"}  # which compresses for itself
 
 
-def _read_files(files: list[Path], column: str) -> Iterator[tuple[None, str]]:
-    """In the order given. Text files are read as whole documents; of the others each may have columns of its own."""
-    for reader, group in groupby(files, key=lambda file: READERS[file.suffix]):
+def _read_files(files: list[Path], column: str) -> Iterator[Iterable[str]]:
+    """In the order given. Text files are whole documents; of the others each may have columns of its own."""
+    for file in files:
+        reader = next(reader for ending, reader in READERS.items() if file.name.endswith(ending))
         if reader == "text":
-            rows = _rows(reader, list(group), sample_by="document", encoding="utf-8-sig")
-            yield from ((None, row["text"]) for row in rows)
+            yield _blocks(file)
         else:
-            yield from ((None, _text(row, column, str(file))) for file in group for row in _rows(reader, [file]))
+            yield from ([_text(row, column, str(file))] for row in _rows(reader, file))
 
 
-def _rows(reader: str, files: list[Path], **options: Any) -> Iterator[dict]:
+def _blocks(file: Path) -> Iterator[str]:
+    """A text file, packed or not, block by block, its ends of lines as line feeds."""
+    with _readable(file), fsspec.filesystem("file").open(file, "rt", encoding="utf-8-sig", compression="infer") as text:
+        while block := text.read(BLOCK):
+            yield block
+
+
+def _rows(reader: str, file: Path) -> Iterator[dict]:
     import datasets
 
     datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False  # a user's own files are nothing to report to the hub
+    with _readable(file):
+        yield from datasets.load_dataset(reader, data_files=[glob.escape(str(file))], split="train", streaming=True)
+
+
+@contextlib.contextmanager
+def _readable(file: Path) -> Iterator[None]:
     try:
-        names = [glob.escape(str(file)) for file in files]
-        yield from datasets.load_dataset(reader, data_files=names, split="train", streaming=True, **options)
+        yield
     except UnicodeDecodeError as error:
-        raise ValueError(f"data.path: {_not_utf8(files)} is not UTF-8 text ({error.reason}); convert it") from error
-    except Exception as error:  # datasets and pyarrow raise whatever the damage happens to trigger
-        raise ValueError(f"data.path: could not read {', '.join(map(str, files[:3]))} ({error})") from error
-
-
-def _not_utf8(files: list[Path]) -> Path | None:
-    for file in files:
-        try:
-            file.read_text(encoding="utf-8")
-        except UnicodeDecodeError:
-            return file
-    return None
+        raise ValueError(f"data.path: {file} is not UTF-8 text ({error.reason}); convert it") from error
+    except Exception as error:  # datasets, pyarrow and the decompressors raise whatever the damage happens to trigger
+        hint = "; pip install backports.zstd" if "zstd not supported" in str(error) else ""
+        raise ValueError(f"data.path: could not read {file} ({error}){hint}") from error
 
 
 def _text(row: dict, column: str, where: str) -> str:
@@ -155,23 +216,29 @@ def _text(row: dict, column: str, where: str) -> str:
     return row[column]
 
 
-def _hub(config: DataConfig) -> Iterator[tuple[str | None, str]]:
-    import datasets
-
+def _hub(config: DataConfig) -> Iterator[tuple[str | None, list[str]]]:
     splits = {"train": config.train_split}
     if config.val_split is not None:
         splits["val"] = config.val_split
     for split, hub_split in splits.items():
-        try:
-            rows = datasets.load_dataset(config.path, config.subset, revision=config.revision, split=hub_split)
-        except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
-            raise ValueError(
-                f"data={config.name}: could not get {config.path} from the Hugging Face hub ({error}). The corpora "
-                "stdlib and files need no network"
-            ) from error
-        texts = (_text(row, config.column, config.path) for row in rows)
+        texts = (_text(row, config.column, config.path) for row in _hub_rows(config, hub_split))
         label = split if config.val_split is not None else None
-        yield from ((label, text) for text in (_articles(texts) if config.articles else texts))
+        found = _articles(texts) if config.articles else texts
+        yield from ((label, [text]) for text in islice(found, config.max_documents))
+
+
+def _hub_rows(config: DataConfig, split: str) -> Iterator[dict]:
+    import datasets
+
+    options = {"revision": config.revision, "split": split, "streaming": config.streaming}
+    try:
+        yield from datasets.load_dataset(config.path, config.subset, **options)
+    except Exception as error:  # what a connection that breaks, or a set that is not there, happens to trigger
+        raise ValueError(
+            f"data={config.name}: could not read {config.path} from the Hugging Face hub ({error}). Its settings are "
+            "data.path, data.subset, data.revision, data.train_split and data.val_split; the corpora stdlib and files "
+            "need no network"
+        ) from error
 
 
 _TITLE = re.compile(r" = [^=].*[^=] = \n?| = [^=] = \n?")

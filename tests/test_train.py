@@ -165,6 +165,19 @@ def test_a_folder_that_holds_a_run_is_not_overwritten(corpus, tmp_path):
     assert same(weights(tmp_path), before)
 
 
+def test_gpt2_cut_short_from_the_settings_to_the_report(corpus, tmp_path):
+    for size in (300, 400):
+        trainer = run(tmp_path / str(size), *TINY, *corpus, "tokenizer=gpt2", f"tokenizer.vocab_size={size}")
+        assert trainer.model.config.vocab_size == size
+        assert trainer.files.folder.name.startswith(f"files-gpt2-{size}-")
+    measure(f"runs=[{tmp_path / '300'},{tmp_path / '400'}]", f"out={tmp_path / 'out'}")
+    for size in (300, 400):
+        measure(f"runs=[{tmp_path / str(size)}]")
+        result = json.loads((tmp_path / str(size) / "extrapolation.json").read_text())
+        assert result["tokenizer"] == f"gpt2-{size}"
+    assert "bits per byte only" in (tmp_path / "out" / "report.html").read_text()
+
+
 def test_resuming_refuses_what_would_not_be_the_same_run(corpus, tmp_path):
     run(tmp_path, *TINY, *corpus)
     with pytest.raises(ValueError, match="its 4 steps are done"):

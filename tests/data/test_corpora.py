@@ -1,50 +1,23 @@
-"""Corpora, against files read by plain Python and a hand-written WikiText."""
+"""Corpora of files, against the same files read by plain Python."""
 
+import gzip
+import io
 import json
 import os
 import platform
+import random
 import socket
 import sysconfig
 from pathlib import Path
 
 import datasets
-import pyarrow
-import pyarrow.parquet
+import fsspec
 import pytest
 
+import data.corpora
 from data import DataConfig, absolute
-from data.corpora import _articles, describe, documents, identity
-
-
-@pytest.fixture(autouse=True)
-def _datasets_stays_here(monkeypatch, tmp_path):
-    # otherwise `datasets` leaves lock files in the home directory and asks the network to count each use
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "datasets"))
-    monkeypatch.setattr(datasets.config, "HF_UPDATE_DOWNLOAD_COUNTS", False)
-
-
-def files(path, **settings):
-    return DataConfig("mine", "files", path, **settings)
-
-
-def texts(config):
-    return [text for _, text in documents(config)]
-
-
-def write(path, content):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(content if isinstance(content, bytes) else content.encode("utf-8"))
-    return str(path)
-
-
-def jsonl(path, *rows):
-    return write(path, "".join(json.dumps(row) + "\n" for row in rows))
-
-
-def parquet(path, **columns):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    pyarrow.parquet.write_table(pyarrow.table(columns), path)
-    return str(path)
+from data.corpora import describe, documents, identity
+from tests.data.written import files, jsonl, parquet, texts, whole, write
 
 
 def test_stdlib_is_the_standard_library_in_order():
@@ -59,7 +32,7 @@ def test_stdlib_is_the_standard_library_in_order():
     assert len(expected) > 300  # CPython has some 700
     assert {"os.py", "json/decoder.py", "asyncio/tasks.py"} <= set(expected)
 
-    found = list(documents(DataConfig("stdlib", "stdlib")))
+    found = whole(DataConfig("stdlib", "stdlib"))
     assert {split for split, _ in found} == {None}
     assert [text for _, text in found] == [expected[name] for name in sorted(expected)]
 
@@ -70,7 +43,7 @@ def test_stdlib_without_a_source_says_what_to_use_instead(monkeypatch, tmp_path)
         write(tmp_path / "lib" / folder / "a.py", "pass")
     monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path / "lib")})
     with pytest.raises(ValueError, match="data=files"):
-        list(documents(DataConfig("stdlib", "stdlib")))
+        whole(DataConfig("stdlib", "stdlib"))
 
 
 def test_stdlib_leaves_out_only_folders_of_these_names(monkeypatch, tmp_path):
@@ -87,7 +60,7 @@ def test_stdlib_is_described_with_its_version():
 
 @pytest.mark.parametrize("text", ["one line", "two\nlines\n\n  and more\n\n", "naïve 漢字 \U0001f4bb", " ", ""])
 def test_a_txt_file_is_one_document(tmp_path, text):
-    assert list(documents(files(write(tmp_path / "a.txt", text)))) == [(None, text)]
+    assert whole(files(write(tmp_path / "a.txt", text))) == [(None, text)]
 
 
 def test_only_line_feeds_are_made_of_other_line_ends(tmp_path):
@@ -98,12 +71,12 @@ def test_only_line_feeds_are_made_of_other_line_ends(tmp_path):
 
 def test_a_row_of_jsonl_is_one_document(tmp_path):
     path = jsonl(tmp_path / "a.jsonl", {"text": "one", "n": 1}, {"text": "two\nlines ", "n": 2}, {"text": "漢", "n": 3})
-    assert list(documents(files(path))) == [(None, "one"), (None, "two\nlines "), (None, "漢")]
+    assert whole(files(path)) == [(None, "one"), (None, "two\nlines "), (None, "漢")]
 
 
 def test_a_row_of_parquet_is_one_document(tmp_path):
     path = parquet(tmp_path / "a.parquet", text=["one", "two\r\nlines ", "漢"], n=[1, 2, 3])
-    assert list(documents(files(path))) == [(None, "one"), (None, "two\r\nlines "), (None, "漢")]
+    assert whole(files(path)) == [(None, "one"), (None, "two\r\nlines "), (None, "漢")]
 
 
 def test_text_in_another_column(tmp_path):
@@ -182,7 +155,7 @@ def test_a_missing_file_is_named(tmp_path, name):
         assert str(tmp_path / name) in str(raised.value)
 
 
-@pytest.mark.parametrize("name", ["a.csv", "a.TXT", "a", "a.txt.gz"])
+@pytest.mark.parametrize("name", ["a.csv", "a.TXT", "a", "a.txt.bz2", "a.gz", "a.parquet.gz"])
 def test_an_unknown_ending_lists_the_known(tmp_path, name):
     path = write(tmp_path / name, "one")
     with pytest.raises(ValueError, match=r"\.txt.*\.jsonl.*\.parquet") as raised:
@@ -249,6 +222,71 @@ def test_a_broken_file_is_named(tmp_path, name, content):
     assert name in str(raised.value)
 
 
+def zstd(content):
+    with io.BytesIO() as file:
+        with fsspec.compression.compr["zstd"](file, mode="wb") as packed:
+            packed.write(content)
+        return file.getvalue()
+
+
+PACKED = {".gz": gzip.compress, ".zst": zstd}
+
+
+@pytest.mark.parametrize("ending", PACKED)
+def test_packed_files(tmp_path, ending):
+    pack = PACKED[ending]
+    text = write(tmp_path / f"a.txt{ending}", pack("one\r\nünï 漢\n".encode()))
+    source = write(tmp_path / f"a.py{ending}", pack(b"two"))
+    rows = write(tmp_path / f"a.jsonl{ending}", pack(b'{"body": "three"}\n{"body": "four"}\n'))
+    assert texts(files([text, source, rows], column="body")) == ["one\nünï 漢\n", "two", "three", "four"]
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
+@pytest.mark.parametrize("ending", PACKED)
+def test_packed_files_in_several_pieces_are_read_to_the_end(tmp_path, ending, name):
+    # what `cat a.gz b.gz` and parallel compressors make
+    lines = [json.dumps({"text": str(random.random())}) + "\n" for _ in range(3000)]
+    parts = "".join(lines[:1000]), "".join(lines[1000:])
+    path = write(tmp_path / (name + ending), b"".join(PACKED[ending](part.encode()) for part in parts))
+    expected = ["".join(parts)] if name == "a.txt" else [json.loads(line)["text"] for line in lines]
+    assert texts(files(path)) == expected
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
+@pytest.mark.parametrize("ending", PACKED)
+@pytest.mark.parametrize("damage", [lambda packed: packed[:-9], lambda packed: packed[:99], lambda packed: b"no " * 99])
+def test_damaged_packed_files_are_named(tmp_path, ending, name, damage):
+    content = "".join(json.dumps({"text": str(random.random())}) + "\n" for _ in range(3000)).encode()
+    path = write(tmp_path / (name + ending), damage(PACKED[ending](content)))
+    with pytest.raises(ValueError, match=r"data\.path: could not read") as raised:
+        texts(files(path))
+    assert path in str(raised.value)
+
+
+def test_a_missing_decompressor_says_what_to_install(tmp_path, monkeypatch):
+    path = write(tmp_path / "a.txt.zst", zstd(b"one"))
+    monkeypatch.delitem(fsspec.compression.compr, "zstd")
+    with pytest.raises(ValueError, match=r"pip install backports\.zstd"):
+        texts(files(path))
+
+
+def test_a_long_text_comes_in_blocks(tmp_path, monkeypatch):
+    text = "".join(random.Random(0).choices("ab ü漢\r\n", k=2000))
+    path = write(tmp_path / "a.txt", "\ufeff" + text)
+    monkeypatch.setattr(data.corpora, "BLOCK", 7)
+    ((_, blocks),) = documents(files(path))
+    blocks = list(blocks)
+    assert max(map(len, blocks)) <= 7  # so what is in memory does not grow with the file
+    assert "".join(blocks) == Path(path).read_text(encoding="utf-8-sig")
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 4, 9])
+def test_files_end_after_so_many_documents(tmp_path, most):
+    rows = jsonl(tmp_path / "a.jsonl", {"text": "one"}, {"text": "two"}, {"text": "three"})
+    text = write(tmp_path / "a.txt", "four")
+    assert texts(files([rows, text], max_documents=most)) == ["one", "two", "three", "four"][:most]
+
+
 def test_identity_follows_the_files(tmp_path):
     path = tmp_path / "a.jsonl"
     jsonl(path, {"text": "one", "body": "two"})
@@ -259,108 +297,16 @@ def test_identity_follows_the_files(tmp_path):
     write(tmp_path / "b.jsonl", path.read_bytes())
     more = identity(files(str(tmp_path / "*.jsonl")))
     column = identity(files(str(path), column="body"))
-    assert len({repr(found) for found in (one, touched, more, column)}) == 4
-
-
-class Hub:
-    """Stands in for `datasets.load_dataset`: splits of rows, and a record of what was asked for."""
-
-    def __init__(self, **splits):
-        self.splits = splits
-        self.asked = []
-
-    def __call__(self, path, name=None, *, split, revision=None):
-        self.asked.append((path, name, split, revision))
-        return self.splits[split]
-
-
-def hub_rows(*texts, column="text"):
-    return [{column: text, "id": i} for i, text in enumerate(texts)]
-
-
-def test_a_hub_data_set_without_a_validation_split(monkeypatch):
-    hub = Hub(all=hub_rows("one", "two", column="body"))
-    monkeypatch.setattr(datasets, "load_dataset", hub)
-    config = DataConfig("h", "hub", "o/h", subset="s", revision="r1", column="body", train_split="all")
-    assert list(documents(config)) == [(None, "one"), (None, "two")]
-    assert hub.asked == [("o/h", "s", "all", "r1")]
-
-
-def test_the_publishers_splits_are_kept(monkeypatch):
-    hub = Hub(train=hub_rows("one", "two"), validation=hub_rows("three"), test=hub_rows("no"))
-    monkeypatch.setattr(datasets, "load_dataset", hub)
-    config = DataConfig("h", "hub", "o/h", val_split="validation")
-    assert list(documents(config)) == [("train", "one"), ("train", "two"), ("val", "three")]
-
-
-def test_articles_of_a_hub_data_set(monkeypatch):
-    lines = ["", " = A = \n", " text\n", " = B = \n", " more\n"]
-    monkeypatch.setattr(datasets, "load_dataset", Hub(train=hub_rows(*lines), validation=hub_rows(*lines[3:])))
-    config = DataConfig("h", "hub", "o/h", articles=True, val_split="validation")
-    found = [(split, text) for split, text in documents(config) if text.strip()]
-    assert found == [("train", " = A = \n text\n"), ("train", " = B = \n more\n"), ("val", " = B = \n more\n")]
-
-
-def test_a_hub_data_set_with_another_column_names_it(monkeypatch):
-    monkeypatch.setattr(datasets, "load_dataset", Hub(train=hub_rows("one", column="content")))
-    with pytest.raises(ValueError, match=r"data\.column='text': o/h has the columns content, id"):
-        texts(DataConfig("h", "hub", "o/h"))
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        ConnectionError("no route"),
-        datasets.exceptions.DatasetNotFoundError("doesn't exist on the Hub"),
-        ValueError("Unknown split"),
-        RuntimeError("Dataset scripts are no longer supported"),
-    ],
-)
-def test_an_unreachable_hub_data_set(monkeypatch, error):
-    def refuse(*args, **kwargs):
-        raise error
-
-    monkeypatch.setattr(datasets, "load_dataset", refuse)
-    with pytest.raises(ValueError, match="stdlib and files need no network") as raised:
-        texts(DataConfig("mine", "hub", "owner/set"))
-    for part in ("data=mine", "owner/set", str(error)):
-        assert part in str(raised.value)
-
-
-def test_articles_begin_at_titles_and_not_at_sections():
-    first = [
-        " = Valkyria Chronicles III = \n",
-        "",
-        " Senjō no Valkyria 3 is a game . \n",
-        " = = Gameplay = = \n",
-        "",
-        " a = b = c \n",
-        " = = = Missions = = = \n",
-        " = = = = Deeper = = = = \n",
-        " and its text . \n",
-    ]
-    second = [" = A = \n", " one letter \n"]
-    third = [" = E = mc2 = \n", " = = B = = \n", " x = \n", " = y \n"]
-    found = list(_articles(iter(first + second + third)))
-    assert found == ["".join(first), "".join(second), "".join(third)]
-
-
-def test_lines_before_the_first_title_are_kept():
-    assert list(_articles(["before\n", " = A = \n", " a\n"])) == ["before\n", " = A = \n a\n"]
-    assert list(_articles([" no title\n", " at all\n"])) == [" no title\n at all\n"]
-    assert list(_articles([])) == []
-
-
-def test_a_title_may_come_without_a_line_feed():
-    assert list(_articles([" = A = ", " a", " = B = ", " b"])) == [" = A =  a", " = B =  b"]
+    fewer = identity(files(str(path), max_documents=1))
+    assert len({repr(found) for found in (one, touched, more, column, fewer)}) == 5
 
 
 def test_an_unknown_kind_lists_the_known():
-    with pytest.raises(ValueError, match=r"data\.kind='web'.*stdlib, files, hub"):
+    with pytest.raises(ValueError, match=r"data\.kind='web'.*stdlib, files, hub, bin"):
         DataConfig("mine", "web", "x")
 
 
-@pytest.mark.parametrize("kind", ["files", "hub"])
+@pytest.mark.parametrize("kind", ["files", "hub", "bin"])
 @pytest.mark.parametrize("path", [None, "", []])
 def test_a_missing_path(kind, path):
     with pytest.raises(ValueError, match=r"data\.path is missing"):

@@ -1,31 +1,22 @@
 """Token files, against documents joined by plain Python and files read by `struct`."""
 
+import hashlib
 import json
 import os
 import random
+import re
 import shutil
-import struct
-import subprocess
-import sys
+import tracemalloc
 from itertools import chain, pairwise
-from pathlib import Path
 
-import datasets
 import numpy as np
 import pytest
 
 import data.tokens
 from data import DataConfig, get_tokenizer, prepare
-from data.tokens import smallest_dtype
-
-BYTES = get_tokenizer("bytes")
-
-
-@pytest.fixture(autouse=True)
-def _datasets_stays_here(monkeypatch, tmp_path):
-    # otherwise `datasets` leaves lock files in the home directory and asks the network to count each use
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "datasets"))
-    monkeypatch.setattr(datasets.config, "HF_UPDATE_DOWNLOAD_COUNTS", False)
+from data.tokenizers import parts
+from data.tokens import Part, _batches, smallest_dtype
+from tests.data.toys import BYTES, forbid_reading, give, read, silent, some_documents, texts_of, toy
 
 
 class Letters:
@@ -36,73 +27,8 @@ class Letters:
         self.vocab_size = vocab_size
         self.end_of_document = vocab_size - 1
 
-    def encode(self, texts):
-        return [[ord(character) % (self.vocab_size - 1) for character in text] for text in texts]
-
-
-class Hooked:
-    """The bytes, and something that happens in the middle: in the call that `encode` gets when some text is written."""
-
-    name, vocab_size, end_of_document = BYTES.name, BYTES.vocab_size, BYTES.end_of_document
-
-    def __init__(self, hook):
-        self.hook = hook
-        self.calls = 0
-
-    def encode(self, texts):
-        self.calls += 1
-        if self.calls == 2:
-            self.hook()
-        return BYTES.encode(texts)
-
-
-def raising(error):
-    def stop(*args, **kwargs):
-        raise error
-
-    return stop
-
-
-def silent(message):
-    pass
-
-
-def some_documents(count, seed=0):
-    """Different texts of 1 to 60 characters, in no order."""
-    rng = random.Random(seed)
-    letters = "abc xyz\n=<|endoftext|>ü漢\U0001f4bb"
-    return [f"{i}:" + "".join(rng.choices(letters, k=rng.randrange(58))) for i in rng.sample(range(count), count)]
-
-
-def give(monkeypatch, documents):
-    """Make these the corpus: texts, or pairs of a split and a text."""
-    pairs = [item if isinstance(item, tuple) else (None, item) for item in documents]
-    monkeypatch.setattr(data.tokens, "documents", lambda config: iter(pairs))
-
-
-def forbid_reading(monkeypatch):
-    monkeypatch.setattr(data.tokens, "documents", raising(AssertionError("the corpus was read again")))
-
-
-def toy(tmp_path, **settings):
-    return DataConfig("toy", "hub", "owner/toy", cache=str(tmp_path / "cache"), **settings)
-
-
-def read(path, code):
-    """A file of little-endian numbers."""
-    raw = path.read_bytes()
-    return list(struct.unpack(f"<{len(raw) // struct.calcsize(code)}{code}", raw))
-
-
-def texts_of(found, split):
-    """The documents of a split of token files of bytes, cut where the offsets say."""
-    ids, offsets = read(found.folder / f"{split}.bin", "H"), read(found.folder / f"{split}.offsets", "q")
-    texts = []
-    for begin, end in pairwise(offsets):
-        *document, last = ids[begin:end]
-        assert last == 256
-        texts.append(bytes(document).decode("utf-8"))
-    return texts
+    def encode_to_arrays(self, texts):
+        return [np.array([ord(character) % (self.vocab_size - 1) for character in text]) for text in texts]
 
 
 def joined(texts):
@@ -204,6 +130,65 @@ def test_the_held_out_documents_are_drawn(monkeypatch, tmp_path):
     assert texts_of(again, "val") == drawn[0][::-1]
 
 
+@pytest.mark.parametrize("fraction", [0.003, 0.3])
+def test_the_drawing_and_the_fingerprint_are_what_they_always_were(monkeypatch, tmp_path, fraction):
+    # files and runs of former versions are found, and resumed, by them
+    documents = [text for i, text in enumerate(some_documents(300)) for _ in range(1 + i % 3)]
+    give(monkeypatch, documents)
+    found = prepare(toy(tmp_path, val_fraction=fraction, split_seed=7), BYTES, silent)
+    digest = {text: hashlib.blake2b(text.encode(), digest_size=16).digest() for text in documents}
+    drawn = sorted(set(digest.values()), key=lambda one: hashlib.blake2b(b"7" + one).digest())
+    held_out = set(drawn[: round(fraction * 300)])
+    assert texts_of(found, "val") == [text for text in documents if digest[text] in held_out]
+    labelled = [(b"val" if digest[text] in held_out else b"train") + digest[text] for text in documents]
+    assert found.fingerprint == hashlib.sha256(b"".join(labelled)).hexdigest()[:16]
+
+
+def test_long_documents_are_tokenised_in_parts(monkeypatch, tmp_path):
+    tokenizer = get_tokenizer("gpt2", 1000)  # to which it matters where a text is cut
+    documents = [" the other one ".join(some_documents(40, seed)) for seed in range(9)]
+    give(monkeypatch, documents)
+    longest = []
+
+    class Watched:
+        name, vocab_size, end_of_document = tokenizer.name, tokenizer.vocab_size, tokenizer.end_of_document
+
+        def encode_to_arrays(self, texts):
+            longest.append(max(map(len, texts)))
+            return tokenizer.encode_to_arrays(texts)
+
+    monkeypatch.setattr(data.tokens, "parts", lambda blocks: parts(blocks, 50))
+    found = prepare(toy(tmp_path), Watched(), silent)
+    assert max(longest) < 200 < min(map(len, documents))
+    expected = [[*ids, 999] for ids in tokenizer.encode(documents)]
+    cut = [
+        array[begin:end].tolist()
+        for array, offsets in ((found.train, found.train_offsets), (found.val, found.val_offsets))
+        for begin, end in pairwise(offsets)
+    ]
+    assert sorted(cut) == sorted(expected)
+
+
+def test_batches_hold_neither_many_documents_nor_much_text():
+    def sizes(*lengths):
+        found = (Part(None, "x" * length, ends=True) for length in lengths)
+        return [[len(part.text) for part in batch] for batch in _batches(found, most=3, characters=100)]
+
+    assert sizes(1, 1, 1, 1, 1) == [[1, 1, 1], [1, 1]]
+    assert sizes(60, 60, 1, 200, 1) == [[60, 60], [1, 200], [1]]
+    assert sizes() == []
+
+
+def test_a_document_costs_few_bytes_of_memory(monkeypatch, tmp_path):
+    monkeypatch.setattr(data.tokens, "documents", lambda config: ((None, [f"{i}"]) for i in range(10_000)))
+    prepare(toy(tmp_path / "first", max_documents=1), BYTES, silent)  # for what is made only once
+    tracemalloc.start()
+    prepare(toy(tmp_path, val_fraction=0.3), BYTES, silent)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak / 10_000 < 250
+
+
 @pytest.mark.parametrize("fraction", [0.01, 0.99])
 def test_both_splits_of_two_documents_hold_one(monkeypatch, tmp_path, fraction):
     give(monkeypatch, ["one", "two"])
@@ -260,11 +245,13 @@ def test_a_second_preparation_does_no_work(monkeypatch, tmp_path):
     give(monkeypatch, some_documents(30))
     said = []
     first = prepare(toy(tmp_path), BYTES, said.append)
-    assert len(said) == 1
+    assert len(said) == 2
     assert str(first.folder) in said[0]
+    count = len(first.train) + len(first.val)
+    assert re.fullmatch(rf"tokenised {count:,} tokens in [0-9.]+ s, [0-9,]+ tokens/s", said[1])
     forbid_reading(monkeypatch)
     second = prepare(toy(tmp_path), get_tokenizer("bytes"), said.append)
-    assert len(said) == 1
+    assert len(said) == 2
     assert second.folder == first.folder
     assert second.train.tolist() == first.train.tolist()
 
@@ -376,120 +363,3 @@ def test_files_of_another_tokenizer_are_refused(monkeypatch, tmp_path, changes):
         prepare(toy(tmp_path), BYTES, silent)
     assert str(found.folder) in str(raised.value)
     assert str(changes["vocab_size"]) in str(raised.value)
-
-
-@pytest.mark.parametrize("error", [RuntimeError("stop"), KeyboardInterrupt()])
-def test_an_interruption_leaves_nothing(monkeypatch, tmp_path, error):
-    documents = some_documents(600)
-    give(monkeypatch, documents)
-    with pytest.raises(type(error)):
-        prepare(toy(tmp_path), Hooked(raising(error)), silent)
-    assert list((tmp_path / "cache").iterdir()) == []
-    found = prepare(toy(tmp_path), BYTES, silent)
-    assert sorted(texts_of(found, "train") + texts_of(found, "val")) == sorted(documents)
-
-
-def test_a_corpus_that_breaks_off_leaves_nothing(monkeypatch, tmp_path):
-    documents = some_documents(600)
-
-    def broken(config):
-        yield from ((None, text) for text in documents[:400])
-        raise ConnectionError("gone")
-
-    monkeypatch.setattr(data.tokens, "documents", broken)
-    with pytest.raises(ConnectionError, match="gone"):
-        prepare(toy(tmp_path), BYTES, silent)
-    assert list((tmp_path / "cache").iterdir()) == []
-    give(monkeypatch, documents)
-    found = prepare(toy(tmp_path), BYTES, silent)
-    assert sorted(texts_of(found, "train") + texts_of(found, "val")) == sorted(documents)
-
-
-@pytest.mark.parametrize("where", ["in the middle", "before the description", "before the renaming"])
-def test_what_a_killed_process_leaves_is_not_read(monkeypatch, tmp_path, where):
-    class Killed(BaseException):
-        pass
-
-    documents = some_documents(600)
-    give(monkeypatch, documents)
-    kill = raising(Killed())
-    with monkeypatch.context() as dying:
-        dying.setattr(shutil, "rmtree", lambda *args, **kwargs: None)  # who is killed does not clean up
-        if where == "before the description":
-            dying.setattr(Path, "write_text", kill)
-        if where == "before the renaming":
-            dying.setattr(Path, "rename", kill)
-        with pytest.raises(Killed):
-            prepare(toy(tmp_path), Hooked(kill) if where == "in the middle" else BYTES, silent)
-    assert len(list((tmp_path / "cache").iterdir())) == 1  # there is something that could be mistaken
-    found = prepare(toy(tmp_path), BYTES, silent)
-    assert sorted(texts_of(found, "train") + texts_of(found, "val")) == sorted(documents)
-
-
-def test_a_faster_preparation_is_kept(monkeypatch, tmp_path):
-    give(monkeypatch, some_documents(300))
-    faster = []
-    tokenizer = Hooked(lambda: faster.append(prepare(toy(tmp_path), BYTES, silent)))
-    slower = prepare(toy(tmp_path), tokenizer, silent)
-    assert len(faster) == 1
-    assert slower.folder == faster[0].folder
-    assert slower.train.tolist() == faster[0].train.tolist()
-    assert list((tmp_path / "cache").iterdir()) == [slower.folder]
-
-
-def test_a_folder_that_cannot_be_renamed_is_an_error(monkeypatch, tmp_path):
-    give(monkeypatch, some_documents(30))
-    monkeypatch.setattr(Path, "rename", raising(PermissionError("not yours")))
-    with pytest.raises(PermissionError, match="not yours"):
-        prepare(toy(tmp_path), BYTES, silent)
-    assert list((tmp_path / "cache").iterdir()) == []
-
-
-PROCESS = """
-import sys
-import data.tokens
-from data import DataConfig, get_tokenizer, prepare
-
-def documents(config):
-    print("reading", flush=True)
-    sys.stdin.readline()  # until the other reads, too
-    yield from ((None, f"document {i}") for i in range(600))
-
-data.tokens.documents = documents
-config = DataConfig("toy", "hub", "owner/toy", cache=sys.argv[1])
-print(prepare(config, get_tokenizer("bytes"), lambda message: None).fingerprint)
-"""
-
-
-def test_two_processes_at_once(monkeypatch, tmp_path):
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", PROCESS, str(tmp_path / "cache")],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=Path(data.__file__).parents[1],
-            env={**os.environ, "PYTHONHASHSEED": seed},  # of which the split must not depend
-        )
-        for seed in ("1", "2")
-    ]
-    try:
-        assert [process.stdout.readline() for process in processes] == ["reading\n"] * 2
-        for process in processes:
-            process.stdin.write("go\n")
-            process.stdin.flush()
-        said = [process.communicate(timeout=60)[0].strip() for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    assert [process.returncode for process in processes] == [0, 0]
-    (folder,) = (tmp_path / "cache").iterdir()
-
-    forbid_reading(monkeypatch)
-    found = prepare(toy(tmp_path), BYTES, silent)
-    assert found.folder == folder
-    documents = [f"document {i}" for i in range(600)]
-    assert sorted(texts_of(found, "train") + texts_of(found, "val")) == sorted(documents)
-    give(monkeypatch, documents)
-    assert said == [prepare(toy(tmp_path / "here"), BYTES, silent).fingerprint] * 2
