@@ -22,7 +22,7 @@ def styles() -> Iterable[dict]:
 def literal(label: str) -> str:
     """A label as it stands: no formula, no leading _, which would hide it from the legend, nothing SVG cannot hold."""
     shown = "".join(c if c.isprintable() else "\ufffd" for c in label)
-    return "\u200b" + textwrap.shorten(shown, 90, placeholder="…").replace("$", r"\$")
+    return "\u200b" + textwrap.shorten(shown, 64, placeholder="…").replace("$", r"\$")
 
 
 def save(figure: Any, path: Path) -> None:

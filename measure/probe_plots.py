@@ -80,10 +80,10 @@ def plot_attention(result: dict, path: Path) -> None:
         axes.set_yticks((np.arange(n_layer) + 0.5) * n_head, [str(layer) for layer in range(n_layer)], fontsize=8)
         axes.set_ylabel("layer (its heads from top to bottom)")
     axes.set_xlabel("tokens back from the query")
-    title = f"Attention by distance, {literal(result['run'])}, windows of {result['attention']['length']}"
+    title = f"{literal(result['run'])}\nattention by distance in windows of {result['attention']['length']}"
     if result["train_length"] < edges[-1]:
         at = np.interp(result["train_length"], edges, np.arange(bins + 1))
         axes.axvline(at, color="#D55E00", linestyle="--", linewidth=2)
-        title += f"\ndashed: training length {result['train_length']}"
+        title += f" (dashed: training length {result['train_length']})"
     axes.set_title(title, fontsize=11)
     save(figure, path)
