@@ -13,6 +13,7 @@ import json
 import random
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import median
 
@@ -57,15 +58,17 @@ def quartiles(values: list[float]) -> tuple[float, float, float]:
 
 
 def race(contenders: dict[str, Contender], rounds: int, warm: int = 2) -> None:
-    """All contenders of a row, `rounds` times after `warm` that do not count; each in a new order."""
+    """All contenders of a row, `rounds` times after 1 + `warm` that do not count; each in a new order."""
     for contender in contenders.values():
         contender.ready()
+    with ThreadPoolExecutor() as pool:  # a first piece at once: on CUDA each compiles, which takes a minute
+        list(pool.map(Contender.once, contenders.values()))
     for number in range(rounds + warm):
         for name in random.Random(number).sample(list(contenders), len(contenders)):
             contenders[name].once()
     for contender in contenders.values():
         contender.end()
-        contender.seconds = contender.seconds[warm:]
+        contender.seconds = contender.seconds[1 + warm :]
 
 
 def rates(contender: Contender, of: str) -> list[float]:
