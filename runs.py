@@ -59,7 +59,7 @@ class TrainSettings:
     beta1: float = MISSING
     beta2: float = MISSING
     grad_clip: float = MISSING
-    compile: Any = "auto"
+    compile: Any = False
     tf32: bool = True
     peak_flops: float | None = None
     eval_every: int = MISSING

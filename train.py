@@ -95,8 +95,8 @@ def check_settings(config: DictConfig, ranks: runs.Ranks) -> GPTConfig:
         raise ValueError(f"train.peak_flops={t.peak_flops}: must be a finite number above 0, or null")
     if config.profile and t.max_steps < 5:
         raise ValueError(f"profile=true records steps 3 to 5, train.max_steps={t.max_steps}: must be at least 5")
-    if t.compile not in ("auto", True, False):
-        raise ValueError(f"train.compile={t.compile!r}: use auto, true or false")
+    if t.compile not in (True, False):
+        raise ValueError(f"train.compile={t.compile!r}: use true or false")
     if not v.multiples or min(v.multiples) <= 0:
         raise ValueError(f"val.multiples={list(v.multiples)}: at least one, all above 0")
     if t.batch_size % (ranks.world_size * (t.micro_batch_size or 1)):
@@ -191,8 +191,7 @@ class Trainer:
         if self.wandb_id is None and runs.wandb_mode(config.wandb.mode) != "disabled":
             self.wandb_id = runs.new_wandb_id()
 
-        compiled = t.compile if t.compile != "auto" else self.device.type == "cuda"
-        self.forward = torch.compile(self.model) if compiled else self.model
+        self.forward = torch.compile(self.model) if t.compile is True else self.model
         if ranks.world_size > 1:
             devices = [self.device.index] if self.device.type == "cuda" else None
             self.forward = torch.nn.parallel.DistributedDataParallel(self.forward, device_ids=devices)

@@ -54,8 +54,6 @@ def softmax_attention(
         elif Tq > 1:  # is_causal would align its triangle with the first key, not the last
             mask = positions <= positions[Tk - Tq :, None]
         return F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=causal, enable_gqa=grouped)
-    if _flex_is_faster(q, scheme) and Tq == Tk and not dropout:
-        return flex(q, k, v, scheme, positions)
     if plain and grouped:
         k, v = (x.repeat_interleave(H // x.shape[1], dim=1) for x in (k, v))
     # Where the weights have to be formed, every sequence has its own, and there are about four such blocks at a time.
@@ -76,29 +74,6 @@ def softmax_attention(
         if scheme.weighs_values:
             blocks[-1] = blocks[-1] + scheme.values(weights, at, key_positions)
     return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=2)
-
-
-def _flex_is_faster(q: Tensor, scheme: PositionScheme) -> bool:
-    return scheme.biased_by_distance and q.is_cuda and torch.compiler.is_compiling()
-
-
-def flex(q: Tensor, k: Tensor, v: Tensor, scheme: PositionScheme, positions: Tensor) -> Tensor:
-    """softmax_attention of as many queries as keys, with a bias by distance that is added inside the kernel.
-
-    Compiled it is one kernel (Dong et al. 2024, "FlexAttention"); else torch forms all scores.
-    """
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention  # loads the compiler
-
-    table = scheme.by_distance(positions - positions[0])  # (H, T)
-
-    def biased(score, sequence, head, query, key):
-        return score + table[head, (query - key).clamp(min=0)]
-
-    def visible(sequence, head, query, key):
-        return query >= key
-
-    mask = create_block_mask(visible, None, None, q.shape[2], k.shape[2], device=q.device)
-    return flex_attention(q, k, v, biased, mask, enable_gqa=q.shape[1] != k.shape[1])
 
 
 def softmax_weights(q: Tensor, k: Tensor, scheme: PositionScheme, at: Tensor, key_positions: Tensor) -> Tensor:

@@ -32,12 +32,10 @@ class PositionScheme(nn.Module):
     max_length: int | None = None  # positions 0 to max_length - 1 exist; None: no limit
     rotates = False  # whether there are frequencies that a scaling could change
     biased = weighs_values = False  # whether the hooks `bias` and `values` are in use
-    biased_by_distance = False  # whether `by_distance` below says all there is to the bias
 
     def __init_subclass__(cls) -> None:
         cls.biased = cls.bias is not PositionScheme.bias
         cls.weighs_values = cls.values is not PositionScheme.values
-        cls.biased_by_distance = cls.by_distance is not PositionScheme.by_distance
 
     def __init__(self, config):
         super().__init__()
@@ -62,13 +60,6 @@ class PositionScheme(nn.Module):
         """queries (B, H, Tq, head_dim), as rotated. Called with a part of the queries at a time.
 
         key_positions count on, one by one, from the first key's, which need not be 0; here and in values.
-        """
-        raise NotImplementedError
-
-    def by_distance(self, distance: Tensor) -> Tensor:
-        """The bias where it depends on nothing else: int64 (...), at least 0 -> float32 (H, ...). Optional.
-
-        A scheme that has it, beside `bias`, trains on CUDA without a bias ever being formed.
         """
         raise NotImplementedError
 
@@ -173,11 +164,9 @@ class ALiBi(PositionScheme):
         others = (2 * torch.arange(self.n_head - below, device=device) + 1) * (4 / below)
         return 2.0 ** -torch.cat((exponents, others))
 
-    def by_distance(self, distance: Tensor) -> Tensor:
-        return -self.slopes(distance.device).view(-1, *[1] * distance.ndim) * distance.float()
-
     def bias(self, queries: Tensor, query_positions: Tensor, key_positions: Tensor) -> Tensor:
-        return self.by_distance(query_positions[:, None] - key_positions)
+        distance = query_positions[:, None] - key_positions
+        return -self.slopes(distance.device)[:, None, None] * distance.float()
 
 
 class T5Bias(PositionScheme):
@@ -204,12 +193,9 @@ class T5Bias(PositionScheme):
         far = exact + ((distance.clamp(min=1) / exact).log() / growth * (self.buckets - exact)).floor().long()
         return torch.where(distance < exact, distance, far.clamp(max=self.buckets - 1))
 
-    def by_distance(self, distance: Tensor) -> Tensor:
-        return self.table[self.bucket(distance)].movedim(-1, 0).float()
-
     def bias(self, queries: Tensor, query_positions: Tensor, key_positions: Tensor) -> Tensor:
         # By distance first: the table is read (and its gradient summed) for Tk distances, not Tq · Tk pairs.
-        by_distance = self.by_distance(key_positions - key_positions[0])  # (H, Tk)
+        by_distance = self.table[self.bucket(key_positions - key_positions[0])].T.float()  # (H, Tk)
         return by_distance[:, (query_positions[:, None] - key_positions).clamp(min=0)]
 
 

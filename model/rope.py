@@ -99,8 +99,19 @@ class Rotation:
             factors[:, self.first] = factors[:, self.second] = self.cos.to(dtype)
             sin = self.sin.to(dtype)
             self.tables = factors, torch.stack((-sin, sin))
+        if torch.compiler.is_compiling():  # which makes one kernel of plain operations, and their gradient
+            return self._plain(x)
         turn = _Turn.apply if torch.is_grad_enabled() and x.requires_grad else _turn
         return turn(x, *self.tables, self.first, self.second)
+
+    def _plain(self, x: Tensor) -> Tensor:
+        """The same with nothing in place."""
+        cos, (_, sin) = self.tables
+        wide = x.to(cos.dtype)
+        a, b, rest = wide[..., self.first], wide[..., self.second], wide[..., 2 * sin.shape[-1] :]
+        turned = a * cos[:, self.first] - b * sin, b * cos[:, self.second] + a * sin
+        whole = torch.cat(turned, dim=-1) if self.first.step is None else torch.stack(turned, dim=-1).flatten(-2)
+        return torch.cat((whole, rest), dim=-1).to(x.dtype)
 
 
 def rotate(

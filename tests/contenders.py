@@ -16,7 +16,6 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 
-import model.attention as model_attention
 from model import GPT, GPTConfig
 from model.positions import SCHEMES
 from runs import autocast, pick_device, pick_precision
@@ -58,8 +57,6 @@ def train(words: dict, device: torch.device):
     _, _, ids, windows, length = SHAPES[words["shape"]]
     windows = int(words.get("windows", windows))
     model, who = build(words, device, length).train(), words["who"]
-    if words.get("flex") == "no":
-        model_attention._flex_is_faster = lambda q, scheme: False
     tokens = torch.randint(ids, (windows, length + 1), device=device)
     inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
     precision = pick_precision("auto", device)

@@ -53,23 +53,6 @@ def test_plain_products_are_the_fused_kernel(pos, n_kv_head, monkeypatch):
         torch.testing.assert_close(product, fused, rtol=1e-5, atol=1e-8)
 
 
-@pytest.mark.parametrize("pos", BIASED, ids=scheme_id)
-@pytest.mark.parametrize("n_kv_head", [4, 2])
-def test_flex_attention_is_the_plain_path(pos, n_kv_head):
-    """Uncompiled, in float64; torch has its gradients on CUDA only, see test_cuda.py."""
-    whole = small_model(pos, n_kv_head=n_kv_head)
-    if not whole.pos.biased_by_distance:
-        return  # it has no such path
-    g = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(2, heads, 150, 16, generator=g, dtype=torch.float64) for heads in (4, n_kv_head, n_kv_head))
-    for first in (0, 1000):
-        positions = torch.arange(first, first + 150)
-        with torch.no_grad():
-            expected = model.attention.softmax_attention(q, k, v, whole.pos, positions)
-            found = model.attention.flex(q, k, v, whole.pos, positions)
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
-
-
 @pytest.mark.parametrize("pos", ALL_SCHEMES, ids=scheme_id)
 def test_training_in_bfloat16_is_near_float64(pos):
     exact = small_model(pos).train()
