@@ -16,9 +16,12 @@ from model import GPT
 from tests.trained import TINY, measure, run
 
 
-def test_evaluation_takes_the_latest_run_and_agrees_with_training(two_runs, capsys):
-    trained = json.loads((two_runs / "rope" / "extrapolation.json").read_text())
-    (result,) = measure(f"root={two_runs}", "max_targets=64", "precision=fp32")
+def test_evaluation_takes_the_latest_run_and_agrees_with_training(corpus, tmp_path, capsys):
+    for pos in ("learned", "rope"):
+        run(tmp_path / pos, *TINY, *corpus, f"pos={pos}")
+    trained = json.loads((tmp_path / "rope" / "extrapolation.json").read_text())
+    capsys.readouterr()
+    (result,) = measure(f"root={tmp_path}", "max_targets=64", "precision=fp32")
     assert result["pos"]["name"] == "rope"
     assert result["rows"] == trained["rows"]
     assert trained.keys() | {"by_position"} == result.keys()
