@@ -59,7 +59,9 @@ def profiler(folder: Path, device: torch.device) -> torch.profiler.profile:
         (folder / "profile.txt").write_text(table, encoding="utf-8")
         log.info("profile  %s, and the ten most expensive operators beside it", folder / "profile.json")
 
-    return torch.profiler.profile(schedule=torch.profiler.schedule(wait=1, warmup=1, active=3), on_trace_ready=ready)
+    return torch.profiler.profile(
+        schedule=torch.profiler.schedule(wait=1, warmup=1, active=3), on_trace_ready=ready, acc_events=True
+    )
 
 
 def keep_memory() -> None:

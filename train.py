@@ -431,7 +431,13 @@ def main(config: DictConfig) -> float:
         gpt_config = check_settings(config, ranks)
         trainer = Trainer(config, gpt_config, Path(ranks.share(str(folder))), ranks)
         log.info("run      %s", trainer.folder)
-        return trainer.train()
+        try:
+            return trainer.train()
+        except KeyboardInterrupt:
+            log.warning(
+                "interrupted at step %d; to go on from its last checkpoint: resume=%s", trainer.step, trainer.folder
+            )
+            raise SystemExit(130) from None
 
 
 if __name__ == "__main__":

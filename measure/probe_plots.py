@@ -66,7 +66,7 @@ def plot_attention(result: dict, path: Path) -> None:
         cmap="viridis",
         rasterized=True,
     )
-    note = f" (darkest: {FAINTEST:g} and less)" if lowest == FAINTEST else ""
+    note = f"\n(darkest: {FAINTEST:g} and less)" if lowest == FAINTEST else ""
     figure.colorbar(mesh, ax=axes, label=f"mean attention weight{note}")
     axes.invert_yaxis()
     axes.hlines(np.arange(n_head, heads, n_head), 0, bins, color="white", linewidth=1)

@@ -189,7 +189,9 @@ def comparability(results: Sequence[dict]) -> list[str]:
         if result["trained_on"] != result["fingerprint"]
     }
     if len({result["fingerprint"] for result in results}) > 1:
-        notes["these runs are measured on different data: their numbers cannot be compared"] = None
+        notes[
+            "not all of these runs are measured on the same data: only those in a table of differences can be compared"
+        ] = None
     elif len({result["tokenizer"] for result in results}) > 1:
         notes["these runs have different tokenizers: bits per byte only, as perplexities are per token"] = None
     return list(notes)

@@ -57,7 +57,7 @@ def places(error: float) -> int:
 def digits(value: float, error: float | None, show_error: bool = True) -> str:
     """A number with no more digits than its error allows: at least two of the error's own, and all before the point."""
     if error is None or not 1e-9 * abs(value) < error < math.inf:  # less is rounding
-        return f"{value:.4g}"
+        return f"{value:#.4g}".rstrip(".")
     n = places(error)
     return f"{value:.{n}f} ± {error:.{n}f}" if show_error else f"{value:.{n}f}"
 
@@ -87,6 +87,8 @@ def difference(pair: dict | None) -> str:
         return NOTHING
     margin = None if pair["low"] is None else (pair["high"] - pair["low"]) / 2
     text = digits(pair["difference"], margin)
+    if not text.strip("-0. ±") or float(text.split()[0]) == 0:
+        text = text.removeprefix("-")
     text = text if text.startswith("-") else f"+{text}"
     spread = "" if pair["spread"] is None else f" ({pair['spread']:.2g})"
     return (text + spread).replace("-", "−")
@@ -133,7 +135,7 @@ def against_train_length(groups: Sequence[Group]) -> Table:
 def against(groups: Sequence[Group], reference: Group) -> Table:
     """Each model's nats a token minus the reference's, at each length on the same tokens."""
     others = [group for group in groups if group is not reference]
-    note = "±: half of the 95 % interval"
+    note = "±: half of the 95 % interval, where there are three documents or stretches at least"
     if any(len(group.members) > 1 for group in groups):
         note += "; in brackets: standard deviation over seeds"
     cell = lambda group, length: difference(group.against(reference, length))  # noqa: E731

@@ -2,7 +2,10 @@
 
 import json
 import re
+import signal
+import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -12,7 +15,7 @@ from data import get_tokenizer
 from eval import EvalConfig
 from model import load_run
 from runs import CONFIGS, TrainConfig, new_wandb_id
-from tests.trained import TINY, command, composed, metrics, records, run, same, weights
+from tests.trained import REPOSITORY, TINY, command, composed, metrics, records, run, same, weights
 from train import Trainer
 
 
@@ -95,6 +98,30 @@ def test_an_error_is_one_message_without_a_traceback(corpus, tmp_path):
     assert done.returncode == 1
     assert "nowhere: not a run folder" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_ctrl_c_says_how_to_go_on(corpus, tmp_path):
+    settings = [*TINY, *corpus, "train.max_steps=100000", "hydra.run.dir=run"]
+    process = subprocess.Popen(
+        [sys.executable, str(REPOSITORY / "train.py"), *settings],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    while not list((tmp_path / "run").glob("checkpoint/*.safetensors")):
+        assert process.poll() is None
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    said, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert f"resume={tmp_path / 'run'}" in said
+    assert "Traceback" not in errors
+    steps = max(row["step"] for row in metrics(tmp_path / "run")) + 4
+    done = command("train.py", "resume=run", f"train.max_steps={steps}", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    written = [row["step"] for row in metrics(tmp_path / "run") if "train/loss" in row]
+    assert written == list(range(1, steps + 1))
 
 
 def test_two_processes_train_what_one_trains(corpus, tmp_path):

@@ -50,6 +50,8 @@ def measurement(name="rope_seed0", nll=(1.18, 1.87), seed=0, key=None, limit=Non
         (3.25412, None, "3.254"),
         (3.25412, 1e-6, "3.2541200 ± 0.0000033"),
         (3.25412, 0.0, "3.254"),
+        (14.3, None, "14.30"),
+        (1234.5, None, "1234"),
         (math.inf, 0.1, "inf"),
         (math.nan, math.nan, "nan"),
     ],
@@ -65,8 +67,9 @@ def test_intervals_show_two_digits_of_their_half():
     assert ratio({"difference": 900.0, "low": 800.0, "high": 1000.0, "spread": None}) == "inf"
     pair = {"difference": -0.5, "low": -0.7, "high": -0.3, "spread": 0.0123}
     assert difference(pair) == "−0.50 ± 0.20 (0.012)"
-    assert difference({"difference": 0.5, "low": None, "high": None, "spread": None}) == "+0.5"
-    assert difference({"difference": 0.0, "low": 0.0, "high": 0.0, "spread": None}) == "+0"
+    assert difference({"difference": 0.5, "low": None, "high": None, "spread": None}) == "+0.5000"
+    assert difference({"difference": 0.0, "low": 0.0, "high": 0.0, "spread": None}) == "+0.000"
+    assert difference({"difference": -0.0001, "low": -0.0211, "high": 0.0209, "spread": None}) == "+0.000 ± 0.021"
     assert (ratio(None), difference(None)) == ("–", "–")
     assert digits(12.345, 0.5, show_error=False) == "12.35"
 
@@ -122,8 +125,8 @@ def test_the_tables_say_what_the_pairs_say():
     report = Report(runs, reference="b")
     table = next(table for table in report.tables if "minus those of b" in table.title)
     assert [(row[0], row[1].split()[0], row[2].split()[0]) for row in table.rows] == [
-        ("a", "−0.5", "−1"),
-        ("c", "+1.5", "+1"),
+        ("a", "−0.5000", "−1.000"),
+        ("c", "+1.500", "+1.000"),
     ]
 
 
@@ -228,7 +231,10 @@ def test_any_name_can_be_shown(name, tmp_path):
 def test_what_cannot_be_compared_is_said():
     result = lambda **change: measurement(**change).result  # noqa: E731
     assert comparability([result(), result()]) == []
-    assert "cannot be compared" in comparability([result(), result(fingerprint="f2", trained_on="f2")])[0]
+    assert (
+        "not all of these runs are measured on the same data"
+        in comparability([result(), result(fingerprint="f2", trained_on="f2")])[0]
+    )
     assert "bits per byte only" in comparability([result(), result(tokenizer="gpt2")])[0]
     assert "was trained on data f1" in comparability([result(fingerprint="f2")])[0]
 
