@@ -108,6 +108,8 @@ def test_ctrl_c_says_how_to_go_on(corpus, tmp_path):
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        # a shell's background jobs ignore Ctrl-C, and so would their children
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     while not list((tmp_path / "run").glob("checkpoint/*.safetensors")):
         assert process.poll() is None
