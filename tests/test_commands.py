@@ -111,11 +111,14 @@ def test_ctrl_c_says_how_to_go_on(corpus, tmp_path):
         # a shell's background jobs ignore Ctrl-C, and so would their children
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
-    while not list((tmp_path / "run").glob("checkpoint/*.safetensors")):
-        assert process.poll() is None
-        time.sleep(0.1)
-    process.send_signal(signal.SIGINT)
-    said, errors = process.communicate(timeout=60)
+    try:
+        while not list((tmp_path / "run").glob("checkpoint/*.safetensors")):
+            assert process.poll() is None
+            time.sleep(0.1)
+        process.send_signal(signal.SIGINT)
+        said, errors = process.communicate(timeout=60)
+    finally:
+        process.kill()
     assert process.returncode == 130
     assert f"resume={tmp_path / 'run'}" in said
     assert "Traceback" not in errors
