@@ -14,7 +14,7 @@ from model import GPT, load_run
 from model.checkpoint import latest_checkpoint, load_state, save_checkpoint
 from model.convert import convert_config, convert_layout, convert_run, main, permutation
 from model.positions import SCHEMES
-from tests.helpers import cached_logits, random_tokens, small_model
+from tests.helpers import cached_logits, expect_error, random_tokens, small_model
 
 REPOSITORY = Path(__file__).parents[2]
 OTHER = {"half": "interleaved", "interleaved": "half"}
@@ -242,15 +242,6 @@ def snapshot(folder: Path) -> dict:
     return {path.relative_to(folder): (path.read_bytes(), path.stat().st_mtime_ns) for path in files}
 
 
-def expect_error(capsys, *words: str) -> str:
-    assert main([str(word) for word in words]) == 2
-    out, error = capsys.readouterr()
-    assert out == ""
-    assert error.startswith("error: ")
-    assert error.count("\n") == 1
-    return error
-
-
 def test_the_command_as_a_user_types_it(tmp_path):
     trained = run_folder(tmp_path / "a run", n_kv_head=2)
     before = snapshot(tmp_path)
@@ -335,7 +326,7 @@ def test_a_failure_leaves_nothing_behind(fails, tmp_path, monkeypatch, capsys):
         raise OSError("disk full")
 
     monkeypatch.setattr(model.convert if fails == "save_checkpoint" else Path, fails, crash)
-    assert "disk full" in expect_error(capsys, f"run={tmp_path / 'run'}", "layout=interleaved")
+    assert "disk full" in expect_error(main, capsys, f"run={tmp_path / 'run'}", "layout=interleaved")
     monkeypatch.undo()
     assert snapshot(tmp_path) == before
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
@@ -366,7 +357,7 @@ def test_wrong_settings_are_named(tmp_path, capsys):
         ([run, "layout=interleaved", f"out={tmp_path / 'dangling'}"], "dangling: exists already"),
         ([run, "layout=interleaved", run.replace("run=", "out=")], "run: exists already"),
     ):
-        assert expected in expect_error(capsys, *words)
+        assert expected in expect_error(main, capsys, *words)
     assert snapshot(tmp_path) == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["alibi", "dangling", "run", "taken"]
 
@@ -395,14 +386,14 @@ def test_a_config_that_train_did_not_write_is_refused(tmp_path, capsys):
     ):
         assert whole.count(old) == 1
         path.write_text(whole.replace(old, new))
-        error = expect_error(capsys, f"run={tmp_path / 'run'}", "layout=interleaved")
+        error = expect_error(main, capsys, f"run={tmp_path / 'run'}", "layout=interleaved")
         assert f"{path}: {key}: expected once, on one line" in error
     path.write_bytes(b"name: \xff\n")
-    assert str(path) in expect_error(capsys, f"run={tmp_path / 'run'}", "layout=interleaved")
+    assert str(path) in expect_error(main, capsys, f"run={tmp_path / 'run'}", "layout=interleaved")
     path.unlink()
-    assert "it has no config.yaml" in expect_error(capsys, f"run={tmp_path / 'run'}", "layout=interleaved")
+    assert "it has no config.yaml" in expect_error(main, capsys, f"run={tmp_path / 'run'}", "layout=interleaved")
     latest_checkpoint(tmp_path / "run").write_bytes(b"")
-    assert "not a whole checkpoint" in expect_error(capsys, f"run={tmp_path / 'run'}", "layout=interleaved")
+    assert "not a whole checkpoint" in expect_error(main, capsys, f"run={tmp_path / 'run'}", "layout=interleaved")
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 

@@ -25,7 +25,7 @@ from model import load_run
 from model.checkpoint import latest_checkpoint, load_state, save_checkpoint
 from model.hf import GPT2_VOCABULARY, export_run, import_run, main, make_tokenizer, vocabulary_hash
 from runs import read_run
-from tests.helpers import random_tokens, small_model
+from tests.helpers import expect_error, random_tokens, small_model
 from tests.trained import REPOSITORY, TINY, composed, measure, run
 
 TEXTS = [
@@ -71,15 +71,6 @@ def tiny_gpt2(folder: Path, vocab_size: int = 257, **settings):
     made = transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=vocab_size, **shape)).eval()
     made.save_pretrained(folder)
     return made
-
-
-def expect_error(capsys, *words) -> str:
-    assert main([str(word) for word in words]) == 2
-    out, error = capsys.readouterr()
-    assert out == ""
-    assert error.startswith("error: ")
-    assert error.count("\n") == 1
-    return error
 
 
 def names(folder: Path) -> list[str]:
@@ -426,21 +417,21 @@ def test_wrong_settings_are_named(tmp_path, capsys):
         (["import", "name=nobody/nothing-at-all", out], "name=nobody/nothing-at-all: "),
         (["import", theirs, out, f"like={tmp_path / 'nowhere'}"], "nowhere: not a run folder"),
     ):
-        assert expected in expect_error(capsys, *words)
+        assert expected in expect_error(main, capsys, *words)
         assert names(tmp_path) == before, words
     for damaged in ("- a\n", "tokenizer: {name: [bytes]}\n", "a: b: c\n", "name: \xff\n".encode("latin-1")):
         path = tmp_path / "run" / "config.yaml"
         path.write_bytes(damaged if isinstance(damaged, bytes) else damaged.encode())
-        assert "not a configuration written by train.py" in expect_error(capsys, "export", source, out)
+        assert "not a configuration written by train.py" in expect_error(main, capsys, "export", source, out)
 
 
 def test_without_transformers_the_extra_is_named(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     for words in (("export", "run=a", "out=b"), ("import", "name=a", "out=b")):
-        assert "`pip install -e '.[hf]'` brings it" in expect_error(capsys, *words)
+        assert "`pip install -e '.[hf]'` brings it" in expect_error(main, capsys, *words)
     monkeypatch.undo()
     monkeypatch.setattr(sys.modules["transformers"], "__version__", "5.19.0")  # as it may have been imported anew
-    assert "transformers 5.19.0 is too old" in expect_error(capsys, "export", "run=a", "out=b")
+    assert "transformers 5.19.0 is too old" in expect_error(main, capsys, "export", "run=a", "out=b")
 
 
 @pytest.mark.parametrize("fails", ["card", "weights"])
@@ -453,7 +444,7 @@ def test_a_failure_leaves_nothing_behind(fails, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(
         *((Path, "write_text") if fails == "card" else (transformers.PreTrainedModel, "save_pretrained")), crash
     )
-    assert "disk full" in expect_error(capsys, "export", f"run={tmp_path / 'run'}", f"out={tmp_path / 'out'}")
+    assert "disk full" in expect_error(main, capsys, "export", f"run={tmp_path / 'run'}", f"out={tmp_path / 'out'}")
     assert names(tmp_path) == ["run"]
 
 
