@@ -1,0 +1,56 @@
+"""Where a run computes, and in what precision."""
+
+import re
+
+import torch
+
+from speed import keep_memory
+
+
+def pick_device(name: str, local_rank: int = 0) -> torch.device:
+    """`auto` or a device by name; under torchrun each process takes the CUDA device of its local rank.
+
+    Sets up the process for it: CUDA's current device, or how a CPU's memory is handled.
+    """
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    if not re.fullmatch(r"cuda(:\d\d?)?|mps|cpu", name):
+        raise ValueError(f"device={name!r}: use auto, cuda, cuda:<number>, mps or cpu")
+    device = torch.device(name)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device={name}: this torch finds no CUDA device; use device=auto or device=cpu")
+    if device.type == "mps" and not torch.backends.mps.is_available():
+        raise ValueError(f"device={name}: this torch finds no Apple GPU; use device=auto or device=cpu")
+    if device.type == "cuda":
+        index = local_rank if device.index is None else device.index
+        if index >= torch.cuda.device_count():
+            raise ValueError(f"device=cuda:{index}: this machine has {torch.cuda.device_count()} CUDA devices")
+        device = torch.device("cuda", index)
+        torch.cuda.set_device(device)
+    elif device.type == "cpu":
+        keep_memory()
+    return device
+
+
+PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def pick_precision(name: str, device: torch.device) -> str:
+    """`auto` or one of PRECISIONS. auto: bf16 where the hardware multiplies it, fp16 on older GPUs, else fp32."""
+    if name not in ("auto", *PRECISIONS):
+        raise ValueError(f"precision={name!r}: use auto, {', '.join(PRECISIONS)}")
+    if name == "fp16" and device.type != "cuda":
+        raise ValueError(f"precision=fp16 on {device.type}: only on CUDA; use bf16 or fp32")
+    if name != "auto":
+        return name
+    if device.type == "cuda":
+        return "bf16" if torch.cuda.get_device_capability(device) >= (8, 0) else "fp16"
+    if device.type == "cpu":
+        probes = (getattr(torch.cpu, f"_is_{unit}_supported", bool) for unit in ("avx512_bf16", "amx_tile"))
+        return "bf16" if any(probe() for probe in probes) else "fp32"
+    return "fp32"
+
+
+def autocast(device: torch.device, precision: str) -> torch.autocast:
+    dtype = PRECISIONS[precision]
+    return torch.autocast(device.type, dtype=dtype or torch.bfloat16, enabled=dtype is not None)

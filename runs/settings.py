@@ -1,0 +1,199 @@
+"""Settings: what there is, of what type, and how a wrong one is said."""
+
+import contextlib
+import difflib
+import json
+import logging
+import math
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from hydra.errors import CompactHydraException
+from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from data import DataConfig
+from runs.folder import run_dir
+
+log = logging.getLogger("ropewalk")
+
+CONFIGS = Path(__file__).parents[1] / "configs"
+
+
+@dataclass
+class WandbSettings:
+    mode: str = "auto"
+    project: str = "ropewalk"
+    group: str | None = None
+    tags: list[str] = field(default_factory=list)
+
+
+@dataclass
+class TrainSettings:
+    max_steps: int = MISSING
+    batch_size: int = MISSING
+    micro_batch_size: int | None = None
+    lr: float = MISSING
+    min_lr_ratio: float = MISSING
+    warmup_steps: int = MISSING
+    weight_decay: float = MISSING
+    beta1: float = MISSING
+    beta2: float = MISSING
+    grad_clip: float = MISSING
+    compile: Any = False
+    tf32: bool = True
+    peak_flops: float | None = None
+    eval_every: int = MISSING
+    checkpoint_every: int = MISSING
+    log_every: int = MISSING
+
+
+@dataclass
+class ValSettings:
+    multiples: list[float] = MISSING
+    stride: int | None = None
+    max_targets: int | None = None
+
+
+@dataclass
+class TokenizerSettings:
+    name: str = MISSING
+    vocab_size: int | None = None
+
+
+@dataclass
+class TrainConfig:
+    """Types of train.py's settings; the files in configs/ have the values and say what they mean."""
+
+    name: str = MISSING
+    preset: str = MISSING
+    seed: int = MISSING
+    device: str = "auto"
+    precision: str = "auto"
+    resume: str | None = None
+    init_from: str | None = None
+    init_table: str | None = None
+    profile: bool = False
+    model: dict[str, Any] = MISSING  # this and the next two are checked by GPTConfig
+    pos: dict[str, Any] = MISSING
+    scaling: dict[str, Any] | None = None
+    data: DataConfig = MISSING
+    tokenizer: TokenizerSettings = field(default_factory=TokenizerSettings)
+    train: TrainSettings = field(default_factory=TrainSettings)
+    val: ValSettings = field(default_factory=ValSettings)
+    wandb: WandbSettings = field(default_factory=WandbSettings)
+
+
+def machine() -> str:
+    """The preset for this machine."""
+    return "gpu" if torch.cuda.is_available() else "cpu"
+
+
+RESOLVERS = {  # the functions that the YAML files call by name; the only ones
+    "machine": machine,
+    "choices": lambda group: ", ".join(sorted(path.stem for path in (CONFIGS / group).glob("*.yaml"))),
+    "by_preset": lambda cpu, gpu, *, _root_: {"cpu": cpu, "gpu": gpu}[_root_.get("preset") or machine()],
+    "run_dir": run_dir,
+    "run_subdir": lambda resume, name: os.path.relpath(run_dir(resume, name), "outputs"),
+}
+for _name, _resolver in RESOLVERS.items():
+    OmegaConf.register_new_resolver(_name, _resolver, replace=True)
+
+
+def checked(config: DictConfig, schema: type) -> DictConfig:
+    """The composed configuration against its schema. ValueError for keys that are not known and types that do not fit.
+
+    Hydra checks all but what is added with a plus sign, and what is read from a run folder.
+    """
+    try:
+        return OmegaConf.merge(OmegaConf.structured(schema), OmegaConf.to_container(config, resolve=True))
+    except OmegaConfBaseException as error:
+        raise ValueError(str(error).splitlines()[0] + f" (setting {error.full_key})") from error
+
+
+def require(config: DictConfig, least: dict[str, float]) -> None:
+    """Raise ValueError unless every named number is given or null, finite, and at least as large as stated."""
+    for key, low in least.items():
+        value = OmegaConf.select(config, key)
+        if value is not None and not low <= value < math.inf:
+            raise ValueError(f"{key}={value}: must be at least {low}")
+
+
+def read_run(run: Path) -> tuple[DictConfig, dict]:
+    """A run's config.yaml, checked against its schema, and its provenance. ValueErrors name the file."""
+    path = run / "config.yaml"
+    if not path.is_file():
+        raise FileNotFoundError(f"{run}: not a run folder (it has no config.yaml)")
+    try:
+        plain = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+        origin = plain.pop("provenance")
+        # Ours are resolved, so an interpolation is somebody else's, and is not followed.
+        if "${" in json.dumps(plain):
+            raise ValueError("it holds interpolations")
+        config = checked(OmegaConf.create(plain), TrainConfig)
+        if missing := OmegaConf.missing_keys(config):
+            raise ValueError(f"it lacks {', '.join(sorted(missing))}")
+        return config, {"fingerprint": origin["fingerprint"], "wandb_id": origin["wandb_id"], **origin}
+    except Exception as error:  # whatever a damaged file happens to trigger
+        raise ValueError(f"{path}: not a configuration written by train.py ({error!r})") from error
+
+
+@contextlib.contextmanager
+def clear_errors(folder: Path | None = None) -> Iterator[None]:
+    """Show errors that a user can mend as one message; keep every traceback in the run's log.
+
+    ValueErrors and OSErrors carry a message written for the user. Anything else is a fault of the program, and is
+    shown with its traceback.
+    """
+    try:
+        yield
+    except BaseException as error:
+        log.debug("failed", exc_info=True)
+        if not isinstance(error, (ValueError, OSError)):
+            raise
+        where = f"\n(traceback in {folder / 'train.log'})" if folder else ""
+        raise CompactHydraException(f"error: {error}{where}") from error
+
+
+@contextlib.contextmanager
+def entry(schema: type) -> Iterator[None]:
+    """Around a command: where Hydra ends it with an error, say what a misspelt setting may have meant."""
+    # Launchers that start processes of their own, such as submitit's, find the modules of this checkout.
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(CONFIGS.parent), os.environ.get("PYTHONPATH"))))
+    try:
+        yield
+    except SystemExit as end:
+        if end.code:
+            for line in meant(sys.argv[1:], schema):
+                print(line, file=sys.stderr)
+        raise
+
+
+def meant(words: list[str], schema: type) -> Iterator[str]:
+    """A line for each setting of the command line, or choice of a group, that is not known but nearly is."""
+    groups: dict[str, list[str]] = {}
+    known = set(_flat(OmegaConf.structured(schema)))
+    for path in CONFIGS.glob("*/*.yaml"):
+        groups.setdefault(path.parent.name, []).append(path.stem)
+        known |= {f"{path.parent.name}.{key}" for key in OmegaConf.load(path)}
+    for word in words:
+        key, _, value = word.lstrip("+~").partition("=")
+        if key in groups:
+            near = [] if value in groups[key] else difflib.get_close_matches(value, groups[key], 1)
+            near = [f"{key}={choice}" for choice in near]
+        else:
+            near = [] if key in known else difflib.get_close_matches(key, [*known, *groups], 1, cutoff=0.75)
+        yield from (f"{word}: did you mean {name}?" for name in near)
+
+
+def _flat(config: DictConfig, prefix: str = "") -> Iterator[str]:
+    for key in config:
+        name = f"{prefix}{key}"
+        yield name
+        if not OmegaConf.is_missing(config, key) and isinstance(config[key], DictConfig):
+            yield from _flat(config[key], f"{name}.")
