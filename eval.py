@@ -37,8 +37,8 @@ from measure import probes
 from measure.protocols import PROTOCOLS, evaluate_lengths, new_losses
 from measure.report import Report, comparability
 from measure.results import Job, Measurement, Scoring, group_labels, seedless
-from measure.store import Losses, file_digest
-from model.checkpoint import latest_checkpoint, load_weights, read_config
+from measure.store import Losses
+from model.checkpoint import file_digest, latest_checkpoint, load_weights, read_config
 from model.config import GPTConfig
 from model.positions import SCHEMES
 from model.registry import lookup

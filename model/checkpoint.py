@@ -1,12 +1,15 @@
 """Checkpoint files of a run folder: written whole or not at all, read without running anything in them.
 
 `checkpoint/step_000100.safetensors` holds the weights, and the GPTConfig as JSON in its header;
-`checkpoint/step_000100.pt` the rest of the training state. Each is written under a temporary name and renamed, the
-weights last, so a checkpoint exists if and only if its weights do.
+`checkpoint/step_000100.pt` the rest of the training state; `checkpoint/step_000100.sha256` the digests of both, in the
+format of the command sha256sum. Each is written under a temporary name and renamed, the weights last, so a checkpoint
+exists if and only if its weights do. `checkpoint/best.json` names the one with the lowest validation loss.
 """
 
 import contextlib
+import hashlib
 import json
+import logging
 import os
 import re
 import shutil
@@ -22,19 +25,25 @@ from safetensors.torch import load_file, save_file
 from model.config import GPTConfig
 from model.gpt import GPT
 
-_NAME = re.compile(r"step_(\d+)\.safetensors")
+log = logging.getLogger("ropewalk")
+
+_NAME = re.compile(r"\.?step_(\d+)\..+")  # of a checkpoint's files, unfinished ones too
 
 
 def write_file(path: Path, write: Callable[[Path], Any], new: bool = False) -> None:
     """Let `write` fill a temporary file, and put it in the place of `path` once it is safely on the disk.
 
-    new: FileExistsError where there is one already, even if it came this moment.
+    new: FileExistsError where there is one already, even if it came this moment. OSError, naming the file, where it
+    cannot be written; what was there before stays.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        write(temporary)
-        with open(temporary, "rb+") as file:
-            os.fsync(file.fileno())
+        try:
+            write(temporary)
+            with open(temporary, "rb+") as file:
+                os.fsync(file.fileno())
+        except (OSError, RuntimeError, SafetensorError) as error:  # the last two: how torch and safetensors say it
+            raise OSError(f"{path}: cannot be written ({error})") from error
         (os.link if new else os.replace)(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
@@ -63,31 +72,119 @@ def new_folder(out: str | Path) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)  # gone already if all went well
 
 
-def save_checkpoint(run: Path, step: int, model: GPT, state: dict) -> Path:
-    """Write the model and `state` (plain values and tensors), then delete the run's older checkpoints."""
+def save_checkpoint(run: Path, step: int, model: GPT, state: dict | None) -> Path:
+    """Write the model and `state` (plain values and tensors; None: there is none) as the run's checkpoint of a step."""
     folder = Path(run) / "checkpoint"
     folder.mkdir(parents=True, exist_ok=True)
-    older = [*folder.iterdir()]
     weights = folder / f"step_{step:06d}.safetensors"
-    write_file(weights.with_suffix(".pt"), lambda path: torch.save(state, path))
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
     header = {"step": str(step), "config": json.dumps(asdict(model.config))}
-    write_file(weights, lambda path: save_file(tensors, path, metadata=header))
-    for path in older:
-        if path not in (weights, weights.with_suffix(".pt")):
-            path.unlink(missing_ok=True)
+    digests = {}
+    if state is not None:
+        write_file(rest := weights.with_suffix(".pt"), lambda path: torch.save(state, path))
+        digests[rest.name] = file_digest(rest)
+
+    def write(temporary: Path) -> None:
+        save_file(tensors, temporary, metadata=header)
+        digests[weights.name] = file_digest(temporary)
+        write_text(weights.with_suffix(".sha256"), "".join(f"{value}  {name}\n" for name, value in digests.items()))
+
+    write_file(weights, write)
     return weights
 
 
-def latest_checkpoint(run: str | Path) -> Path:
-    """The weights file of the run's last complete checkpoint. FileNotFoundError, saying what is missing, if none."""
+def file_digest(path: Path) -> str:
+    """SHA-256 of a file."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def step_of(path: Path) -> int:
+    """The step of a checkpoint's file, from its name."""
+    return int(_NAME.fullmatch(path.name)[1])
+
+
+def checkpoints(run: str | Path) -> list[Path]:
+    """The weights files of a run's checkpoints by step. FileNotFoundError, saying what is missing, if none."""
     run = Path(run)
     if not run.is_dir():
         raise FileNotFoundError(f"{run}: no such run folder")
     found = [path for path in (run / "checkpoint").glob("step_*.safetensors") if _NAME.fullmatch(path.name)]
     if not found:
         raise FileNotFoundError(f"{run}: holds no checkpoint (checkpoint/step_*.safetensors); was it a training run?")
-    return max(found, key=lambda path: int(_NAME.fullmatch(path.name)[1]))
+    return sorted(found, key=step_of)
+
+
+def latest_checkpoint(run: str | Path, resumable: bool = False) -> Path:
+    """The weights file of the run's last checkpoint that is whole; resumable: its training state as well.
+
+    A damaged one is left out with a warning. FileNotFoundError if there is none, ValueError if none is whole.
+    """
+    for path in reversed(found := checkpoints(run)):
+        try:
+            check_whole(path)
+            if resumable:
+                check_whole(path.with_suffix(".pt"))
+            return path
+        except ValueError as error:
+            if path is found[0]:
+                raise
+            log.warning("%s; the checkpoint before it is used", error)
+    raise AssertionError("checkpoints() is never empty")
+
+
+def best_checkpoint(run: str | Path) -> Path:
+    """The weights file of the checkpoint with the lowest validation loss. FileNotFoundError if it is not known."""
+    best = read_best(run)
+    if best is None:
+        raise FileNotFoundError(f"{run}: its best checkpoint is not known (checkpoint/best.json); use the last one")
+    path = Path(run) / "checkpoint" / f"step_{best[0]:06d}.safetensors"
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: checkpoint/best.json names it, and it is not there")
+    check_whole(path)
+    return path
+
+
+def read_best(run: str | Path) -> tuple[int, float] | None:
+    """Step and validation loss (nats a token) of the best checkpoint; None where it is not known."""
+    try:
+        best = json.loads((Path(run) / "checkpoint" / "best.json").read_text(encoding="utf-8"))
+        return int(best["step"]), float(best["nll"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def mark_best(run: Path, step: int, nll: float) -> None:
+    """Note that the checkpoint of this step has the lowest validation loss so far."""
+    write_text(Path(run) / "checkpoint" / "best.json", json.dumps({"step": step, "nll": nll}) + "\n")
+
+
+def prune_checkpoints(run: Path, keep: int) -> None:
+    """Delete all but the last `keep` checkpoints and the best one, and what killed processes left unfinished."""
+    best = read_best(run)
+    kept = {step_of(path) for path in checkpoints(run)[-keep:]} | ({best[0]} if best else set())
+    for path in (Path(run) / "checkpoint").iterdir():
+        if _NAME.fullmatch(path.name) and (step_of(path) not in kept or path.name.startswith(".")):
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
+
+
+def check_whole(path: Path) -> None:
+    """ValueError, naming the file, where it is not what was written, by its digest in the .sha256 file beside it.
+
+    Without one (an imported model, say) nothing is known, and nothing checked.
+    """
+    try:
+        lines = path.with_suffix(".sha256").read_text(encoding="utf-8").splitlines()
+        expected = dict(line.split("  ", 1)[::-1] for line in lines).get(path.name)
+    except FileNotFoundError:
+        return
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path.with_suffix('.sha256')}: cannot be read ({error})") from error
+    try:
+        if file_digest(path) != expected:
+            raise ValueError(f"{path}: is damaged (its SHA-256 is not the one in {path.stem}.sha256)")
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read ({error.strerror})") from error
 
 
 def read_config(path: Path) -> GPTConfig:
@@ -122,7 +219,7 @@ def _damage(path: Path) -> Iterator[None]:
 def load_run(run: str | Path, device: str | torch.device = "cpu", scaling: dict | None = None) -> GPT:
     """A run folder's latest checkpoint as a model in evaluation mode; scaling as in load_weights.
 
-    Raises FileNotFoundError where there is no folder or checkpoint, ValueError where the checkpoint is damaged.
+    Raises FileNotFoundError where there is no folder or checkpoint, ValueError where none is whole.
     """
     return load_weights(latest_checkpoint(run), device, scaling)
 

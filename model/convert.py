@@ -109,7 +109,7 @@ def convert_run(run: str | Path, layout: str, out: str | Path | None = None) -> 
     out = run.with_name(f"{run.name}_{layout}") if out is None else Path(os.path.abspath(Path(out).expanduser()))
     with new_folder(out) as temporary:
         step = int(weights.stem.removeprefix("step_"))
-        save_checkpoint(temporary, step, converted, {}).with_suffix(".pt").unlink()
+        save_checkpoint(temporary, step, converted, None)
         (temporary / "config.yaml").write_text(text, encoding="utf-8")
     return out
 

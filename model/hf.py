@@ -235,7 +235,7 @@ def import_run(name: str, out: str | Path, like: str | Path | None = None) -> li
             raise ValueError(f"name={name}: {error}") from error
         c = model.config
         tokenizer, note = _recognise(library, theirs.name_or_path, c, like)
-        save_checkpoint(folder, 0, model, {}).with_suffix(".pt").unlink()
+        save_checkpoint(folder, 0, model, None)
         # Two checkpoints of one shape are no two seeds of one run: init_from tells them apart.
         own = {"name": Path(out).name, "seed": 0, "init_from": name, "tokenizer": tokenizer or {"name": name}}
         settings = _settings(others, own, c)

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from measure import store
-from measure.store import Losses, file_digest
+from measure.store import Losses
+from model.checkpoint import file_digest
 
 EMPTY = np.full(4, np.nan)
 

@@ -2,13 +2,27 @@
 
 import os
 import pickle
+import subprocess
+import sys
 
 import pytest
 import torch
 
 from model import GPTConfig, load_run
-from model.checkpoint import latest_checkpoint, load_state, save_checkpoint
+from model.checkpoint import (
+    best_checkpoint,
+    checkpoints,
+    latest_checkpoint,
+    load_state,
+    mark_best,
+    prune_checkpoints,
+    read_best,
+    save_checkpoint,
+    step_of,
+)
 from tests.helpers import ALL_SCHEMES, random_tokens, scheme_id, small_model
+
+ENDINGS = ("pt", "sha256", "safetensors")
 
 
 @pytest.mark.parametrize("pos", ALL_SCHEMES, ids=scheme_id)
@@ -23,17 +37,107 @@ def test_a_saved_model_is_the_same_model(pos, tmp_path):
     assert load_state(latest_checkpoint(tmp_path)) == {"step": 7}
 
 
-def test_only_the_latest_is_kept_and_incomplete_ones_do_not_count(tmp_path):
+def steps(run) -> list[int]:
+    return [step_of(path) for path in checkpoints(run)]
+
+
+def test_the_last_ones_and_the_best_are_kept_and_incomplete_ones_do_not_count(tmp_path):
     model = small_model({"name": "none"}, torch.float32)
-    for step in (5, 10, 1_000_000):
+    for step in (5, 10, 20, 999_999, 1_000_000):
         save_checkpoint(tmp_path, step, model, {"step": step})
-    assert sorted(path.name for path in (tmp_path / "checkpoint").iterdir()) == [
-        "step_1000000.pt",
-        "step_1000000.safetensors",
-    ]
-    (tmp_path / "checkpoint" / "step_2000000.pt").touch()  # killed between the two files
-    (tmp_path / "checkpoint" / ".step_3000000.safetensors.1.tmp").touch()  # killed while writing
+    mark_best(tmp_path, 10, 1.5)
+    folder = tmp_path / "checkpoint"
+    (folder / "step_2000000.pt").touch()  # killed between the two files
+    (folder / ".step_3000000.safetensors.1.tmp").touch()  # killed while writing
     assert latest_checkpoint(tmp_path).name == "step_1000000.safetensors"
+    (folder / "notes.txt").touch()  # not ours
+    prune_checkpoints(tmp_path, 2)
+    assert steps(tmp_path) == [10, 999_999, 1_000_000]
+    assert best_checkpoint(tmp_path).name == "step_000010.safetensors"
+    kept = {f"{stem}.{end}" for stem in ("step_000010", "step_999999", "step_1000000") for end in ENDINGS}
+    assert {path.name for path in folder.iterdir()} == kept | {"best.json", "notes.txt"}
+
+
+def test_the_digests_are_those_of_sha256sum(tmp_path):
+    path = save_checkpoint(tmp_path, 5, small_model({"name": "none"}, torch.float32), {"step": 5})
+    command = ["sha256sum", "--check", "--strict", path.with_suffix(".sha256").name]
+    done = subprocess.run(command, cwd=path.parent, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == ["step_000005.pt: OK", "step_000005.safetensors: OK"]
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+@pytest.mark.parametrize("damage", ["flip", "cut", "empty", "gone"])
+def test_a_damaged_checkpoint_is_never_used(ending, damage, tmp_path, caplog):
+    model = small_model({"name": "none"}, torch.float32)
+    for step in (1, 2):
+        path = save_checkpoint(tmp_path, step, model, {"step": step})
+    victim = path.with_suffix(f".{ending}")
+    whole = victim.read_bytes()
+    for at in {"flip": range(0, len(whole), max(1, len(whole) // 50)), "cut": (len(whole) - 2,)}.get(damage, (0,)):
+        if damage == "flip":
+            victim.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+        elif damage == "gone":
+            victim.unlink()
+        else:
+            victim.write_bytes(whole[:at])
+        caplog.clear()
+        used = latest_checkpoint(tmp_path, resumable=True)
+        if (ending, damage) == ("sha256", "gone"):  # nothing is known then, as of an imported model
+            assert used == path
+            continue
+        assert used.name == "step_000001.safetensors"
+        if damage != "gone" or ending == "pt":  # without its weights there never was one
+            assert "step_000002" in caplog.text
+            assert "the checkpoint before it is used" in caplog.text
+        if ending != "sha256":  # the model is whole without its training state
+            assert step_of(latest_checkpoint(tmp_path)) == (2 if ending == "pt" else 1)
+    (tmp_path / "checkpoint" / "step_000001.safetensors").unlink()
+    if ending != "safetensors" and damage != "gone":
+        with pytest.raises(ValueError, match="step_000002"):
+            latest_checkpoint(tmp_path, resumable=True)
+
+
+def test_the_best_is_known_or_said_not_to_be(tmp_path):
+    model = small_model({"name": "none"}, torch.float32)
+    path = save_checkpoint(tmp_path, 3, model, None)
+    assert not path.with_suffix(".pt").exists()
+    with pytest.raises(FileNotFoundError, match=r"best\.json"):
+        best_checkpoint(tmp_path)
+    for text in ("", "{}", '{"step": "../../x", "nll": 1}', "[1]", '{"step": 3}'):
+        (path.parent / "best.json").write_text(text)
+        assert read_best(tmp_path) is None
+    mark_best(tmp_path, 3, 0.25)
+    assert read_best(tmp_path) == (3, 0.25)
+    assert best_checkpoint(tmp_path) == path
+    mark_best(tmp_path, 4, 0.125)
+    with pytest.raises(FileNotFoundError, match=r"step_000004\.safetensors"):
+        best_checkpoint(tmp_path)
+
+
+def test_a_full_disk_is_one_error_that_names_the_file(tmp_path):
+    """A real refusal of the kernel: this process may write no file beyond 4 kB."""
+    code = """
+import resource, sys
+from pathlib import Path
+from model.checkpoint import save_checkpoint
+from tests.helpers import small_model
+run, model = Path(sys.argv[1]), small_model({"name": "none"})
+save_checkpoint(run, 1, model, {"step": 1})
+resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+for state in ({"step": 2}, {"step": 2, "moments": model.state_dict()}):
+    try:
+        save_checkpoint(run, 2, model, state)
+    except OSError as error:
+        print(error)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True, timeout=120
+    )
+    weights, state = done.stdout.splitlines()
+    assert weights.startswith(f"{tmp_path / 'checkpoint' / 'step_000002.safetensors'}: cannot be written (")
+    assert state.startswith(f"{tmp_path / 'checkpoint' / 'step_000002.pt'}: cannot be written (")
+    assert latest_checkpoint(tmp_path, resumable=True).name == "step_000001.safetensors"
+    assert not [path for path in (tmp_path / "checkpoint").iterdir() if path.name.endswith(".tmp")]
 
 
 @pytest.mark.parametrize("victim", ["state", "weights"])
@@ -61,6 +165,7 @@ def test_missing_and_damaged_files_are_named(tmp_path):
     with pytest.raises(FileNotFoundError, match="holds no checkpoint"):
         load_run(tmp_path)
     path = save_checkpoint(tmp_path, 1, small_model({"name": "none"}, torch.float32), {"step": 1})
+    path.with_suffix(".sha256").unlink()  # damage shows without it too, where it breaks the format
     whole = path.read_bytes()
     for damaged in (whole[:100], whole[:-10], b"", b"\xff" * 64):
         path.write_bytes(damaged)
