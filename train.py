@@ -4,14 +4,15 @@ python train.py pos=rope                            what this machine can do: pr
 python train.py -m pos=learned,rope seed=0,1        four runs, one after the other
 torchrun --nproc-per-node 2 train.py pos=rope       data parallel: the same run on two devices
 python train.py resume=outputs/<run>                go on with an interrupted run
+python train.py repeat=outputs/<run>                train it again, and say whether the numbers agree
 """
 
 import contextlib
 import logging
 import math
 import time
-from dataclasses import asdict
 from pathlib import Path
+from typing import NoReturn
 
 import hydra
 import numpy as np
@@ -20,13 +21,12 @@ import torch.distributed as dist
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
-from torch.nn.functional import interpolate
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 import runs
 import speed
-from data import DataConfig, TokenFiles, Tokenizer, absolute, draw_batch, get_tokenizer, prepare
+from data import DataConfig, TokenFiles, Tokenizer, absolute, draw_batch, get_tokenizer, prepare, window_starts
 from eval import default_lengths, default_stride, log_curve
 from measure.protocols import new_losses
 from measure.report import Report
@@ -35,10 +35,11 @@ from measure.tables import with_error
 from model import GPT, GPTConfig
 from model.checkpoint import (
     latest_checkpoint,
-    load_run,
     load_state,
     load_weights,
-    read_config,
+    mark_best,
+    prune_checkpoints,
+    read_best,
     save_checkpoint,
     write_text,
 )
@@ -47,67 +48,6 @@ log = logging.getLogger("ropewalk")
 IMPORTS = speed.seconds_since_launch()
 
 ConfigStore.instance().store(name="train_schema", node=runs.TrainConfig)
-
-# What may differ from the run that is resumed; all else comes from its config.yaml.
-RESUMABLE = {"resume", "device", "wandb.mode", "train.max_steps", "train.eval_every", "train.checkpoint_every"}
-
-
-def resumed_config(config: DictConfig, overrides: list[str]) -> DictConfig:
-    """The configuration of the run to resume, with the few settings that may change taken from the command line."""
-    saved, _ = runs.read_run(Path(config.resume).expanduser())
-    for override in overrides:
-        key = override.split("=", 1)[0].lstrip("+~")
-        if key not in RESUMABLE:
-            raise ValueError(
-                f"{key}: cannot change when a run is resumed (resume={config.resume}), its config.yaml decides; "
-                f"only {', '.join(sorted(RESUMABLE))} can. To start anew from its weights: init_from=<run folder>"
-            )
-        OmegaConf.update(saved, key, OmegaConf.select(config, key))
-    return runs.checked(saved, runs.TrainConfig)
-
-
-def from_source(config: DictConfig) -> DictConfig:
-    """Where a run starts from another's weights under a scaling, its formulas start from that one's length."""
-    scaled = config.scaling is not None and config.scaling.get("name") != "none"
-    if config.init_from and scaled and config.model.get("original_length") is None:
-        source = latest_checkpoint(Path(config.init_from).expanduser())
-        config.model.original_length = read_config(source).original_length
-    return config
-
-
-def check_settings(config: DictConfig, ranks: runs.Ranks) -> GPTConfig:
-    """Everything that can be known to be wrong before any work is done. Raises ValueError naming the setting."""
-    t, v = config.train, config.val
-    least = {"max_steps": 1, "batch_size": 1, "micro_batch_size": 1, "warmup_steps": 0, "weight_decay": 0}
-    least |= {"eval_every": 1, "checkpoint_every": 1, "log_every": 1, "min_lr_ratio": 0, "beta1": 0, "beta2": 0}
-    runs.require(config, {f"train.{key}": low for key, low in least.items()} | {"val.stride": 1, "val.max_targets": 1})
-    runs.require(config, {"seed": 0})
-    runs.wandb_mode(config.wandb.mode)
-    if config.seed >= 2**63:
-        raise ValueError(f"seed={config.seed}: must be below 2^63")
-    for key in ("lr", "grad_clip"):
-        if not 0 < t[key] < math.inf:
-            raise ValueError(f"train.{key}={t[key]}: must be a finite number above 0")
-    for key in ("beta1", "beta2"):
-        if t[key] >= 1:
-            raise ValueError(f"train.{key}={t[key]}: must be below 1")
-    if t.peak_flops is not None and not 0 < t.peak_flops < math.inf:
-        raise ValueError(f"train.peak_flops={t.peak_flops}: must be a finite number above 0, or null")
-    if config.profile and t.max_steps < 5:
-        raise ValueError(f"profile=true records steps 3 to 5, train.max_steps={t.max_steps}: must be at least 5")
-    if t.compile not in (True, False):
-        raise ValueError(f"train.compile={t.compile!r}: use true or false")
-    if not v.multiples or min(v.multiples) <= 0:
-        raise ValueError(f"val.multiples={list(v.multiples)}: at least one, all above 0")
-    if t.batch_size % (ranks.world_size * (t.micro_batch_size or 1)):
-        raise ValueError(
-            f"train.batch_size={t.batch_size}: must be a multiple of train.micro_batch_size={t.micro_batch_size} "
-            f"times the number of processes, {ranks.world_size}"
-        )
-    if config.init_table not in (None, "interpolate"):
-        raise ValueError(f"init_table={config.init_table!r}: use interpolate, or null to refuse")
-    plain, vocab_size = OmegaConf.to_container(config), get_tokenizer(**config.tokenizer).vocab_size
-    return GPTConfig.from_dict(plain["model"], vocab_size=vocab_size, pos=plain["pos"], scaling=plain["scaling"])
 
 
 def check_lengths(config: DictConfig, files: TokenFiles) -> list[int]:
@@ -140,12 +80,14 @@ def lr_at(step: int, t: DictConfig) -> float:
 class Trainer:
     """One run: model, optimiser and data, from the step its last checkpoint was written at to max_steps."""
 
-    def __init__(self, config: DictConfig, gpt_config: GPTConfig, folder: Path, ranks: runs.Ranks):
-        self.config, self.folder, self.ranks = config, folder, ranks
+    def __init__(
+        self, config: DictConfig, gpt_config: GPTConfig, folder: Path, ranks: runs.Ranks, stop: runs.Stop | None = None
+    ):
+        self.config, self.folder, self.ranks, self.stop = config, folder, ranks, stop or runs.Stop()
         self.launched: float | None = time.perf_counter()
         self.device = runs.pick_device(config.device, ranks.local_rank)
         self.precision = runs.pick_precision(config.precision, self.device)
-        torch.set_float32_matmul_precision("high" if config.train.tf32 and self.device.type == "cuda" else "highest")
+        runs.set_numerics(config.train.tf32 and self.device.type == "cuda", config.deterministic)
         if config.preset == "gpu" and self.device.type != "cuda":
             log.warning("preset=gpu is meant for a CUDA device, and this run uses %s: expect days", self.device)
         found = "a CUDA device is here" if torch.cuda.is_available() else "no CUDA device here"
@@ -167,7 +109,7 @@ class Trainer:
 
         self.step, state = 0, {}
         if config.resume:
-            weights = latest_checkpoint(folder)
+            weights = latest_checkpoint(folder, resumable=True)
             self.model, state = load_weights(weights), load_state(weights)
             self._check_resumable(state)
             self.step = state["step"]
@@ -175,7 +117,7 @@ class Trainer:
             torch.manual_seed(config.seed)
             self.model = GPT(gpt_config)
             if config.init_from:
-                self._start_from(Path(config.init_from).expanduser())
+                runs.start_from(self.model, Path(config.init_from).expanduser(), config.init_table)
         self.model.to(self.device).train()
         self._say_model()
         peak = speed.peak_flops(self.device, config.train.peak_flops)
@@ -187,6 +129,17 @@ class Trainer:
         if state:
             self.optimizer.load_state_dict(state["optimizer"])
             self.scaler.load_state_dict(state["scaler"])
+        # Losses of steps since the last row of metrics, (step, loss, gradient's norm), on the device; of a run stopped
+        # between two rows, they are the first process'.
+        self.pending = [
+            (
+                step,
+                torch.tensor(loss if ranks.first else 0.0, device=self.device),
+                torch.tensor(norm, device=self.device),
+            )
+            for step, loss, norm in state.get("pending", [])
+        ]
+        self.skipped, self.saved = state.get("skipped", 0), state.get("step")  # saved: step of the last checkpoint
         self.wandb_id = state.get("wandb_id")
         if self.wandb_id is None and runs.wandb_mode(config.wandb.mode) != "disabled":
             self.wandb_id = runs.new_wandb_id()
@@ -205,28 +158,6 @@ class Trainer:
         if state["step"] >= self.config.train.max_steps and (self.folder / "extrapolation.json").exists():
             raise ValueError(f"resume={self.folder}: its {state['step']} steps are done; raise train.max_steps")
 
-    def _start_from(self, source: Path) -> None:
-        """Another run's weights. ValueError where they would mean something else here, even if their shapes fit."""
-        start = load_run(source)
-        other, ours = asdict(start.config), asdict(self.model.config)
-        free = {"train_length", "original_length", "scaling", "dropout"}
-        for config in (other, ours):
-            config["pos"].pop("base", None)
-        differing = [key for key in ours if key not in free and ours[key] != other[key]]
-        if differing:
-            settings = ", ".join(f"{key}={other[key]} there, {ours[key]} here" for key in differing)
-            raise ValueError(f"init_from={source}: its weights are those of another model: {settings}")
-        weights, rows, found = start.state_dict(), self.model.config.train_length, start.config.train_length
-        if ours["pos"]["name"] == "learned" and rows != found:  # all other shapes are equal by now
-            if self.config.init_table != "interpolate":
-                way_out = "init_table=interpolate stretches a learned table"
-                raise ValueError(f"init_from={source}: its table has {found} rows, not {rows}; {way_out}")
-            # The first and last rows stay the ends, those between are linear mixtures of their two neighbours.
-            table = weights["pos.table"].T[None]  # (1, D, rows)
-            weights["pos.table"] = interpolate(table, size=rows, mode="linear", align_corners=True)[0].T
-        self.model.load_state_dict(weights)
-        log.info("weights  from %s", source)
-
     def _say_model(self) -> None:
         c = self.model.config
         of_scheme = sum(parameter.numel() for parameter in self.model.pos.parameters())
@@ -241,7 +172,8 @@ class Trainer:
         path = self.folder / "config.yaml"
         plain = OmegaConf.to_container(self.config, throw_on_missing=True)
         plain["resume"] = None
-        here = {**runs.provenance(), "device": str(self.device), "precision": self.precision}
+        here = {**runs.provenance(), "device": str(self.device), "device_name": runs.device_name(self.device)}
+        here |= {"threads": torch.get_num_threads(), "processes": self.ranks.world_size, "precision": self.precision}
         here |= {"fingerprint": self.files.fingerprint, "wandb_id": self.wandb_id}
         if self.config.resume:
             origin = runs.read_run(self.folder)[1]
@@ -254,7 +186,10 @@ class Trainer:
         return plain
 
     def train(self) -> float:
-        """Train to the end; returns the validation loss at the training length (nats a token)."""
+        """Train to the end; returns the validation loss at the training length (nats a token).
+
+        Raises Stopped, once a checkpoint is written, where the process is asked to stop.
+        """
         t, step_tokens = self.config.train, self.config.train.batch_size * self.config.model.train_length
         with contextlib.ExitStack() as outputs:
             if self.ranks.first:
@@ -265,39 +200,54 @@ class Trainer:
             outputs.enter_context(logging_redirect_tqdm([logging.getLogger()]))
             profiled = self.config.profile and self.ranks.first
             profiler = outputs.enter_context(speed.profiler(self.folder, self.device)) if profiled else None
-            nll, pending, start, clock = math.nan, [], {}, time.perf_counter()
+            outputs.enter_context(self.stop.deferred())
+            # A checkpoint is written before its step is measured, so a resumed run measures first.
+            nll = self._evaluate() if self.step and self._is_measured(self.step) else math.nan
+            start, clock, counted = {}, time.perf_counter(), self.step
             while self.step < t.max_steps:
-                pending.append(self._update())
+                self._update()
                 self.step += 1
                 bar.update()
                 if profiler:
                     profiler.step()
                 if self.launched is not None:
-                    float(pending[0][1])  # on a GPU, the step is done only when its loss is there
+                    if self.pending:
+                        float(self.pending[0][1])  # on a GPU, the step is done only when its loss is there
                     start = {"speed/seconds_to_first_step": IMPORTS + time.perf_counter() - self.launched}
                     log.info("start    %.1f s from launch to the end of the first step", *start.values())
                     self.launched = None
-                at_end = self.step == t.max_steps
-                evaluate = self.step % t.eval_every == 0 or at_end
+                measured, at_end = self._is_measured(self.step), self.step == t.max_steps
                 checkpoint = self.step % t.checkpoint_every == 0 or at_end
-                if not (self.step % t.log_every == 0 or evaluate or checkpoint):
-                    continue
-                row = self._read(pending)
-                rate = len(pending) * step_tokens / (time.perf_counter() - clock)
-                bar.set_postfix_str(f"loss {row['train/loss']:.3f}, {rate:,.0f} tokens/s", refresh=False)
-                mfu = None if self.peak is None else rate * self.flops / self.peak
-                self._record({**row, **start, "speed/tokens_per_second": rate, "speed/mfu": mfu})
-                # In this order a killed run measures again what it resumes before; the last weights come first of all.
-                if at_end:
+                if self.step % t.log_every == 0 or measured or checkpoint:
+                    row = self._read()
+                    rate = (self.step - counted) * step_tokens / (time.perf_counter() - clock)
+                    bar.set_postfix_str(
+                        f"loss {row['train/loss'] or math.nan:.3f}, {rate:,.0f} tokens/s", refresh=False
+                    )
+                    mfu = None if self.peak is None else rate * self.flops / self.peak
+                    self._record({**row, **start, "speed/tokens_per_second": rate, "speed/mfu": mfu})
+                    start = {}
+                if checkpoint:
                     self._checkpoint()
-                if evaluate:
-                    nll = self._evaluate(last=at_end)
-                if checkpoint and not at_end:
-                    self._checkpoint()
-                pending, start, clock = [], {}, time.perf_counter()
-            if math.isnan(nll):  # resumed after its last step, before its report
-                nll = self._evaluate(last=True)
-        return self.ranks.share(nll)
+                self._stop_if_asked()
+                if measured:
+                    nll = self._evaluate()
+                if self.step % t.log_every == 0 or measured or checkpoint:
+                    clock, counted = time.perf_counter(), self.step
+        return nll
+
+    def _is_measured(self, step: int) -> bool:
+        return step % self.config.train.eval_every == 0 or step == self.config.train.max_steps
+
+    def _passed(self, tokens: int) -> None:
+        if self.ranks.world_size == 1:  # else the others wait for this one
+            self._stop_if_asked()
+
+    def _stop_if_asked(self) -> None:
+        """Where any process has got a signal, all of them write a checkpoint of the last step and stop."""
+        if signum := self.ranks.largest(self.stop.signum):
+            self._checkpoint()
+            raise runs.Stopped(signum)
 
     def _open_outputs(self, outputs: contextlib.ExitStack) -> None:
         c = self.config
@@ -308,11 +258,11 @@ class Trainer:
 
     def _is_kept(self, row: dict) -> bool:
         """Whether a row of metrics.jsonl was written before the checkpoint this run goes on from."""
-        measured_again = self.step == self.config.train.max_steps and "train/loss" not in row
-        return row["step"] < self.step or (row["step"] == self.step and not measured_again)
+        again = self._is_measured(self.step) and "train/loss" not in row
+        return row["step"] < self.step or (row["step"] == self.step and not again)
 
-    def _update(self) -> tuple[int, torch.Tensor, torch.Tensor]:
-        """One optimiser step over the global batch: (step, its mean loss, the gradient's norm), still on the device."""
+    def _update(self) -> None:
+        """One optimiser step over the global batch. Its mean loss and gradient's norm stay on the device, `pending`."""
         c, t = self.config, self.config.train
         # All randomness of a step is a function of (seed, step, rank): a resumed run needs no generator states.
         torch.manual_seed(int(np.random.SeedSequence([c.seed, self.step, self.ranks.rank]).generate_state(1)[0]))
@@ -337,10 +287,24 @@ class Trainer:
             loss += part.detach()
         self.scaler.unscale_(self.optimizer)
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), t.grad_clip)
-        self.scaler.step(self.optimizer)
+        if t.skip_bad_steps and self._left_out(loss, norm):  # looking at every step has a GPU wait each time
+            log.warning("step %d is left out; see %s", self.step + 1, self.folder / "bad_steps.jsonl")
+        else:
+            self.scaler.step(self.optimizer)
+            self.pending.append((self.step, loss, norm))
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
-        return self.step, loss, norm
+
+    def _left_out(self, loss: torch.Tensor, norm: torch.Tensor) -> bool:
+        """Whether this step must not be made. ValueError where so many were left out already."""
+        ((step, *values),) = self._fetch([(self.step, loss, norm)])
+        bad = self._what_is_bad(*values)
+        if bad and self.skipped == self.config.train.skip_bad_steps:
+            self._refuse(step, bad)
+        elif bad:
+            self.skipped += 1
+            self._note_bad(step, bad)
+        return bool(bad)
 
     def _to_device(self, array: np.ndarray) -> torch.Tensor:
         tensor = torch.from_numpy(np.ascontiguousarray(array))
@@ -348,37 +312,78 @@ class Trainer:
             return tensor.pin_memory().to(self.device, non_blocking=True)
         return tensor.to(self.device)
 
-    def _read(self, pending: list[tuple[int, torch.Tensor, torch.Tensor]]) -> dict:
-        """The losses since the last call, fetched all at once. ValueError if one, or its gradient, is not finite."""
+    def _fetch(self, pending: list[tuple[int, torch.Tensor, torch.Tensor]]) -> list[tuple[int, float, float]]:
+        """(step, mean loss of the global batch, gradient's norm) of steps, all at once; every process calls it."""
+        if not pending:
+            return []
         losses = torch.stack([loss for _, loss, _ in pending])
         if self.ranks.world_size > 1:
             dist.all_reduce(losses)
-        norms = torch.stack([norm for _, _, norm in pending]).tolist()
-        for (step, _, _), loss, norm in zip(pending, losses.tolist(), norms, strict=True):
-            # fp16's scaler skips steps whose gradient overflows: there, only the loss has to be finite
-            if not math.isfinite(loss) or not (math.isfinite(norm) or self.scaler.is_enabled()):
-                what = f"loss is {loss}" if not math.isfinite(loss) else f"gradient's norm is {norm}"
-                try:
-                    good = f"the last good checkpoint is {latest_checkpoint(self.folder)}"
-                except FileNotFoundError:
-                    good = "there is no checkpoint yet"
-                raise ValueError(
-                    f"step {step + 1}: the {what}; {good}. Try a smaller train.lr, a longer train.warmup_steps "
-                    "or precision=fp32"
-                )
-        loss, lr = sum(losses.tolist()) / len(pending), self.optimizer.param_groups[0]["lr"]
-        return {"train/loss": loss, "train/lr": lr, "train/grad_norm": norms[-1]}
+        norms = torch.stack([norm for *_, norm in pending])
+        return list(zip([step for step, *_ in pending], losses.tolist(), norms.tolist(), strict=True))
 
-    def _evaluate(self, last: bool) -> float:
+    def _finite(self) -> list[tuple[int, float, float]]:
+        """What is pending. ValueError if a loss of it, or a gradient, is not finite."""
+        steps = self._fetch(self.pending)
+        for step, *values in steps:
+            if bad := self._what_is_bad(*values):
+                self._refuse(step, bad)
+        return steps
+
+    def _read(self) -> dict:
+        """A row of metrics of the steps since the last one."""
+        steps, self.pending = self._finite(), []
+        loss = sum(loss for _, loss, _ in steps) / len(steps) if steps else None
+        row = {"train/loss": loss, "train/lr": self.optimizer.param_groups[0]["lr"]}
+        row["train/grad_norm"] = steps[-1][2] if steps else None
+        return row | ({"train/skipped_steps": self.skipped} if self.config.train.skip_bad_steps else {})
+
+    def _what_is_bad(self, loss: float, norm: float) -> str | None:
+        if not math.isfinite(loss):
+            return f"loss is {loss}"
+        # fp16's scaler skips steps whose gradient overflows: there, only the loss has to be finite
+        return None if math.isfinite(norm) or self.scaler.is_enabled() else f"gradient's norm is {norm}"
+
+    def _note_bad(self, step: int, bad: str) -> None:
+        """bad_steps.jsonl: where the windows of the step's batch begin in the training tokens, to look at them."""
+        if self.ranks.first:
+            c, path = self.config, self.folder / "bad_steps.jsonl"
+            starts = window_starts(len(self.files.train), c.model.train_length, c.train.batch_size, c.seed, step)
+            noted = runs.MetricsFile(path, lambda row: row["step"] <= step)  # others belong to an interrupted process
+            noted.write({"step": step + 1, "found": bad, "window_starts": starts.tolist()})
+
+    def _refuse(self, step: int, bad: str) -> NoReturn:
+        self._note_bad(step, bad)
+        try:
+            good = f"the last good checkpoint is {latest_checkpoint(self.folder)}"
+        except FileNotFoundError:
+            good = "there is no checkpoint yet"
+        raise ValueError(
+            f"step {step + 1}: the {bad}; {good}, and the batch is in {self.folder / 'bad_steps.jsonl'}. Try a smaller "
+            "train.lr, a longer train.warmup_steps or precision=fp32; train.skip_bad_steps leaves some out"
+        )
+
+    def _evaluate(self) -> float:
+        """Validation loss at the training length, recorded for all lengths; the best step's checkpoint is kept."""
+        nll = self.ranks.share(self._measure() if self.ranks.first else None)
+        best = read_best(self.folder)
+        # A best step that is still to come, or is this one, was noted before the run was interrupted.
+        is_best = math.isfinite(nll) and (best is None or nll < best[1] or best[0] >= self.step)
+        if self.ranks.share(is_best):
+            self._checkpoint()
+            if self.ranks.first:
+                mark_best(self.folder, self.step, nll)
+                prune_checkpoints(self.folder, self.config.train.keep)
+        return nll
+
+    def _measure(self) -> float:
         """Validation at all lengths, by the first process; after the last step also as the run's report."""
-        if not self.ranks.first:
-            return math.nan
         c = self.config
         stride = c.val.stride or default_stride(c.model.train_length, self.lengths)
         scoring = Scoring(tuple(self.lengths), stride=stride, max_targets=c.val.max_targets)
         job = Job(self.model.config, self.files, self.tokenizer, scoring)
         with runs.autocast(self.device, self.precision):
-            job.score(self.model, losses := new_losses(job.plan))
+            job.score(self.model, losses := new_losses(job.plan), self._passed)
         about = {"run": c.name, "folder": str(self.folder), "checkpoint": f"step_{self.step:06d}"}
         about |= {"trained_on": self.files.fingerprint, "precision": self.precision}
         (measurement,) = job.measurements(losses, about)
@@ -389,7 +394,7 @@ class Trainer:
         curve = {f"val/perplexity_{row['length']}": row["perplexity"] for row in rows if row["nll"] is not None}
         at_length = {f"val/{key}": at_train[key] for key in ("perplexity", "bits_per_byte")}
         self._record({"val/loss": at_train["nll"], **at_length, **curve})
-        if last:
+        if self.step == c.train.max_steps:
             report = Report([measurement])
             report.write(self.folder, html=False)
             log_curve(measurement.result, "extrapolation/final", self._record, self.wandb)
@@ -405,10 +410,17 @@ class Trainer:
             self.wandb.log(row)
 
     def _checkpoint(self) -> None:
+        """Write what a later process needs to go on from here, unless that was done already."""
+        if self.saved == self.step:
+            return
+        pending = self._finite()  # weights that are not finite must not be kept
         if self.ranks.first:
+            self.metrics.sync()
             state = {"step": self.step, "fingerprint": self.files.fingerprint, "wandb_id": self.wandb_id}
             state |= {"optimizer": self.optimizer.state_dict(), "scaler": self.scaler.state_dict()}
-            save_checkpoint(self.folder, self.step, self.model, state)
+            save_checkpoint(self.folder, self.step, self.model, state | {"pending": pending, "skipped": self.skipped})
+            prune_checkpoints(self.folder, self.config.train.keep)
+        self.saved = self.step
 
 
 @hydra.main(version_base="1.3", config_path="configs", config_name="train")
@@ -416,28 +428,42 @@ def main(config: DictConfig) -> float:
     """One run; a sweeper gets its validation loss at the training length."""
     hydra_config = HydraConfig.get()
     folder = Path(hydra_config.runtime.output_dir)
-    with runs.clear_errors(folder):
-        ranks = runs.join_processes(config.device)
-        config = runs.checked(config, runs.TrainConfig)
-        if config.resume:
-            source = Path(config.resume).expanduser()
-            if ranks.first and (source / "config.yaml").exists() and source.resolve() != folder.resolve():
-                raise ValueError(f"hydra.run.dir={folder}: not together with resume=, which goes on in {source}")
-            config = resumed_config(config, list(hydra_config.overrides.task))
-        config = from_source(config)
-        config.data = absolute(DataConfig(**config.data))
-        if experiment := hydra_config.runtime.choices.get("experiment"):
-            config.wandb.tags.append(f"experiment={experiment}")
-        gpt_config = check_settings(config, ranks)
-        trainer = Trainer(config, gpt_config, Path(ranks.share(str(folder))), ranks)
-        log.info("run      %s", trainer.folder)
+    with runs.clear_errors(folder), runs.Stop() as stop:
+        trainer = None
         try:
-            return trainer.train()
-        except KeyboardInterrupt:
-            log.warning(
-                "interrupted at step %d; to go on from its last checkpoint: resume=%s", trainer.step, trainer.folder
-            )
-            raise SystemExit(130) from None
+            ranks = runs.join_processes(config.device)
+            config = runs.checked(config, runs.TrainConfig)
+            overrides = list(hydra_config.overrides.task)
+            if config.resume:
+                source = Path(config.resume).expanduser()
+                if ranks.first and (source / "config.yaml").exists() and source.resolve() != folder.resolve():
+                    raise ValueError(f"hydra.run.dir={folder}: not together with resume=, which goes on in {source}")
+                config = runs.resumed_config(config, overrides)
+            elif config.repeat:
+                config = runs.repeated_config(config, overrides)
+            config = runs.from_source(config)
+            config.data = absolute(DataConfig(**config.data))
+            experiment = hydra_config.runtime.choices.get("experiment")
+            if experiment and not config.resume:
+                config.wandb.tags.append(f"experiment={experiment}")
+            gpt_config = runs.check_settings(config, ranks)
+            trainer = Trainer(config, gpt_config, Path(ranks.share(str(folder))), ranks, stop)
+            log.info("run      %s", trainer.folder)
+            nll = trainer.train()
+        except KeyboardInterrupt as error:  # Stopped is one
+            if trainer is None or trainer.saved is None:
+                log.warning("interrupted before the first checkpoint")
+            else:
+                log.warning("stopped at step %d; to go on: resume=%s", trainer.saved, trainer.folder)
+            raise SystemExit(getattr(error, "status", 130)) from None
+        if config.repeat and ranks.first:
+            agree, lines = runs.agreement(Path(config.repeat), trainer.folder)
+            for line in lines:
+                log.info("repeat   %s", line)
+            log.info("repeat   %s: the numbers %s", config.repeat, "agree" if agree else "do not agree")
+            if not agree:
+                raise SystemExit(3)
+        return nll
 
 
 if __name__ == "__main__":

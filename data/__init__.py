@@ -1,8 +1,17 @@
 """Text to batches: corpora (through `datasets`), tokenizers (through `tiktoken`), token files, batches."""
 
-from data.batches import draw_batch
+from data.batches import draw_batch, window_starts
 from data.corpora import DataConfig, absolute
 from data.tokenizers import Tokenizer, get_tokenizer
 from data.tokens import TokenFiles, prepare
 
-__all__ = ["DataConfig", "TokenFiles", "Tokenizer", "absolute", "draw_batch", "get_tokenizer", "prepare"]
+__all__ = [
+    "DataConfig",
+    "TokenFiles",
+    "Tokenizer",
+    "absolute",
+    "draw_batch",
+    "get_tokenizer",
+    "prepare",
+    "window_starts",
+]

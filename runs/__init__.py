@@ -1,22 +1,31 @@
 """What train.py and eval.py share, and model/ must not know: settings, devices, processes, the run folder, wandb."""
 
-from runs.devices import autocast, pick_device, pick_precision
+from runs.checks import check_settings
+from runs.devices import autocast, device_name, pick_device, pick_precision, set_numerics
 from runs.folder import MetricsFile, latest_run, provenance, run_dir
+from runs.origin import agreement, from_source, repeated_config, resumed_config, start_from
 from runs.processes import Ranks, all_jobs, join_processes
 from runs.settings import CONFIGS, TrainConfig, checked, clear_errors, entry, meant, read_run, require
+from runs.signals import Stop, Stopped
 from runs.tracking import WandbRun, new_wandb_id, start_wandb, wandb_identity, wandb_mode
 
 __all__ = [
     "CONFIGS",
     "MetricsFile",
     "Ranks",
+    "Stop",
+    "Stopped",
     "TrainConfig",
     "WandbRun",
+    "agreement",
     "all_jobs",
     "autocast",
+    "check_settings",
     "checked",
     "clear_errors",
+    "device_name",
     "entry",
+    "from_source",
     "join_processes",
     "latest_run",
     "meant",
@@ -25,8 +34,12 @@ __all__ = [
     "pick_precision",
     "provenance",
     "read_run",
+    "repeated_config",
     "require",
+    "resumed_config",
     "run_dir",
+    "set_numerics",
+    "start_from",
     "start_wandb",
     "wandb_identity",
     "wandb_mode",

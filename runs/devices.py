@@ -1,6 +1,10 @@
 """Where a run computes, and in what precision."""
 
+import contextlib
+import os
+import platform
 import re
+from pathlib import Path
 
 import torch
 
@@ -30,6 +34,29 @@ def pick_device(name: str, local_rank: int = 0) -> torch.device:
     elif device.type == "cpu":
         keep_memory()
     return device
+
+
+def device_name(device: torch.device) -> str:
+    """What the hardware calls itself, as far as it can be known."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    with contextlib.suppress(OSError):
+        found = re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text(encoding="utf-8"))
+        if found and device.type == "cpu":
+            return found[1]
+    return platform.processor() or platform.machine()
+
+
+def set_numerics(tf32: bool, deterministic: bool) -> None:
+    """How this process multiplies, whatever a sweep's job before has set.
+
+    deterministic: on CUDA, operations that give the same bits each time, or an error where there is none.
+    """
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read by cuBLAS when it starts
+    torch.use_deterministic_algorithms(deterministic)
+    torch.backends.cudnn.benchmark = False
+    torch.set_float32_matmul_precision("high" if tf32 else "highest")
 
 
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -7,21 +7,22 @@ import os
 import platform
 import shlex
 import shutil
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
 from datetime import datetime
+from importlib.metadata import version
 from pathlib import Path
-
-import numpy as np
-import torch
 
 from measure.statistics import finite
 from model.checkpoint import write_text
 from runs.processes import torchrun
 
+CHECKOUT = Path(__file__).parents[1]
 
-def run_dir(resume: str | None, name: str) -> str:
+
+def run_dir(resume: str | None, repeat: str | None, name: str) -> str:
     """Where Hydra puts a run's log: the folder of the run to resume, or a new one under outputs/.
 
     The processes of a torchrun job other than the first get a temporary place: the first one's folder is the run's.
@@ -32,6 +33,8 @@ def run_dir(resume: str | None, name: str) -> str:
         return folder
     if resume and (Path(resume).expanduser() / "config.yaml").is_file():  # else the error must not make the folder
         return str(Path(resume).expanduser())
+    if repeat:
+        name = f"repeat_of_{Path(repeat).expanduser().resolve().name}"
     stem = Path("outputs") / f"{datetime.now():%Y-%m-%d_%H-%M-%S}_{name.replace(os.sep, '_')}"
     for count in itertools.count(1):
         folder = stem if count == 1 else stem.with_name(f"{stem.name}_{count}")
@@ -50,10 +53,32 @@ def latest_run(root: Path) -> Path:
     return max(found, key=lambda path: path.stat().st_mtime_ns).parents[1]
 
 
+PACKAGES = ("torch", "numpy", "tiktoken", "datasets", "hydra-core", "wandb", "safetensors")
+
+
 def provenance() -> dict:
-    """Where a number came from, as far as the program can know."""
-    versions = {"python": platform.python_version(), "torch": str(torch.__version__), "numpy": np.__version__}
-    return {"command": shlex.join(sys.argv), **versions, "machine": f"{platform.system()} {platform.machine()}"}
+    """Where a number came from, as far as the program can know: what ran, and of which source."""
+    packages = {name: version(name) for name in PACKAGES}
+    here = {"python": platform.python_version(), "machine": f"{platform.system()} {platform.machine()}"}
+    return {"command": shlex.join(sys.argv), **here, "packages": packages, **_source()}
+
+
+def _source() -> dict:
+    """The commit of this checkout, and whether its files differ from it; None where git does not know."""
+
+    def git(*words: str) -> str | None:
+        try:
+            # No optional locks: many runs may start at once, and none should write here.
+            command = ["git", "--no-optional-locks", *words]
+            done = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, timeout=10, check=True)
+        except (OSError, subprocess.SubprocessError):
+            return None
+        return done.stdout.strip()
+
+    if git("rev-parse", "--show-toplevel") != str(CHECKOUT.resolve()):  # a copy inside another project's checkout
+        return {"commit": None, "dirty": None}
+    changed = git("status", "--porcelain")
+    return {"commit": git("rev-parse", "HEAD"), "dirty": None if changed is None else bool(changed)}
 
 
 class MetricsFile:
@@ -67,10 +92,19 @@ class MetricsFile:
                 row = json.loads(line)
             except ValueError:  # the last line of a killed run may be half a line
                 continue
-            if keep(row):
+            if isinstance(row, dict) and isinstance(row.get("step"), int) and keep(row):
                 rows.append(line + "\n")
         write_text(path, "".join(rows))
 
     def write(self, row: dict) -> None:
-        with open(self.path, "a", encoding="utf-8") as file:
-            file.write(json.dumps(finite(row)) + "\n")
+        """Add a row. OSError, naming the file, where it cannot be written."""
+        try:
+            with open(self.path, "a", encoding="utf-8") as file:
+                file.write(json.dumps(finite(row)) + "\n")
+        except OSError as error:
+            raise OSError(f"{self.path}: cannot be written ({error.strerror})") from error
+
+    def sync(self) -> None:
+        """Once this returns, all rows are safely on the disk."""
+        with open(self.path, "rb+") as file:
+            os.fsync(file.fileno())

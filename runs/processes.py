@@ -33,6 +33,14 @@ class Ranks:
         dist.broadcast_object_list(box)
         return box[0]
 
+    def largest(self, value: int) -> int:
+        """The largest of all processes' values, in all of them."""
+        if self.world_size == 1:
+            return value
+        values = [0] * self.world_size
+        dist.all_gather_object(values, value)
+        return max(values)
+
 
 def torchrun() -> Ranks:
     """This process' place in a torchrun job, or alone. ValueError where only a part of it is set."""

@@ -51,6 +51,8 @@ class TrainSettings:
     eval_every: int = MISSING
     checkpoint_every: int = MISSING
     log_every: int = MISSING
+    keep: int = 2
+    skip_bad_steps: int = 0
 
 
 @dataclass
@@ -78,6 +80,8 @@ class TrainConfig:
     resume: str | None = None
     init_from: str | None = None
     init_table: str | None = None
+    repeat: str | None = None
+    deterministic: bool = False
     profile: bool = False
     model: dict[str, Any] = MISSING  # this and the next two are checked by GPTConfig
     pos: dict[str, Any] = MISSING
@@ -99,7 +103,7 @@ RESOLVERS = {  # the functions that the YAML files call by name; the only ones
     "choices": lambda group: ", ".join(sorted(path.stem for path in (CONFIGS / group).glob("*.yaml"))),
     "by_preset": lambda cpu, gpu, *, _root_: {"cpu": cpu, "gpu": gpu}[_root_.get("preset") or machine()],
     "run_dir": run_dir,
-    "run_subdir": lambda resume, name: os.path.relpath(run_dir(resume, name), "outputs"),
+    "run_subdir": lambda *run: os.path.relpath(run_dir(*run), "outputs"),
 }
 for _name, _resolver in RESOLVERS.items():
     OmegaConf.register_new_resolver(_name, _resolver, replace=True)

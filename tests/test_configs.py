@@ -16,8 +16,7 @@ from eval import EvalConfig, default_lengths
 from model import GPT, GPTConfig
 from model.positions import SCHEMES
 from model.scaling import SCALINGS, complete_scaling
-from runs import Ranks, TrainConfig, checked
-from train import check_settings
+from runs import Ranks, TrainConfig, check_settings, checked
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 GROUPS = ("preset", "model", "pos", "scaling", "data", "tokenizer", "experiment")
@@ -153,17 +152,17 @@ def test_evaluation_settings_are_checked():
 def test_new_runs_never_share_a_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with ThreadPoolExecutor(8) as pool:  # started in the same second
-        first, second, *others = pool.map(lambda _: runs.run_dir(None, "a/b"), range(40))
+        first, second, *others = pool.map(lambda _: runs.run_dir(None, None, "a/b"), range(40))
     assert len({first, second, *others}) == 40
     assert Path(first).parent == Path(second).parent == Path("outputs")
-    assert runs.run_dir(first, "x") != first  # no run to resume: the error about it must not need its folder
+    assert runs.run_dir(first, None, "x") != first  # no run to resume: the error about it must not need its folder
     (Path(first) / "config.yaml").touch()
-    assert runs.run_dir(first, "x") == first
+    assert runs.run_dir(first, None, "x") == first
     monkeypatch.setenv("RANK", "1")  # by itself it is somebody else's variable
-    assert Path(runs.run_dir(None, "a")).is_relative_to("outputs")
+    assert Path(runs.run_dir(None, None, "a")).is_relative_to("outputs")
     monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert not Path(runs.run_dir(None, "a")).is_relative_to("outputs")
+    assert not Path(runs.run_dir(None, None, "a")).is_relative_to("outputs")
 
 
 def test_the_study_sweeps_every_scheme():

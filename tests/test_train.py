@@ -5,17 +5,20 @@ import math
 import shutil
 import sys
 
+import numpy as np
 import pytest
 import torch
 from omegaconf import OmegaConf
+from safetensors.torch import load_file
 
 import train
 from data import draw_batch
 from model import GPT, GPTConfig, load_run
+from model.checkpoint import checkpoints, read_best
 from model.positions import SCHEMES
-from runs import MetricsFile, Ranks, read_run
+from runs import MetricsFile, Ranks, check_settings, from_source, read_run, resumed_config
 from tests.trained import TINY, composed, measure, metrics, run, same, weights
-from train import Trainer, check_settings, from_source, lr_at, resumed_config
+from train import Trainer, lr_at
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -104,21 +107,85 @@ def test_the_text_is_learned(corpus, tmp_path):
     assert {"val/perplexity_20", "val/perplexity_24", "val/perplexity_32", "val/perplexity_64"} <= final.keys()
 
 
-@pytest.mark.parametrize("what", ["loss", "gradient"])
-def test_a_loss_that_is_not_finite_stops_the_run(what, corpus, tmp_path, monkeypatch):
-    real = Trainer._update
+@pytest.fixture
+def poison(monkeypatch):
+    """A function that takes steps, from 1, and has the loss of each be nan, or only its gradient."""
 
-    def poisoned(self):
-        step, loss, norm = real(self)
-        bad = torch.tensor(math.nan if what == "loss" else math.inf)
-        return (step, bad, norm) if what == "loss" and step == 2 else (step, loss, bad if step == 2 else norm)
+    def poison(steps: dict[int, str]):
+        def forward(self, *args, targets=None, **kwargs):
+            nll = real(self, *args, targets=targets, **kwargs)
+            if self.training and targets is not None:
+                calls.append(None)
+                kind = steps.get(len(calls))
+                nll = nll * math.nan if kind == "loss" else nll + (nll * 0).sqrt() if kind == "gradient" else nll
+            return nll
 
-    monkeypatch.setattr(Trainer, "_update", poisoned)
+        calls = []
+        monkeypatch.setattr(GPT, "forward", forward)
+
+    real = GPT.forward
+    return poison
+
+
+def noted(folder) -> list[dict]:
+    return [json.loads(line) for line in (folder / "bad_steps.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize(("kind", "what"), [("loss", "loss is nan"), ("gradient", "gradient's norm is nan")])
+def test_a_loss_that_is_not_finite_stops_the_run_and_is_noted(kind, what, corpus, tmp_path, poison):
+    poison({3: kind})
     settings = [*TINY, *corpus, "train.log_every=100"]  # found at the checkpoint's step, named by its own
-    with pytest.raises(ValueError, match=r"step 3: the (loss|gradient).*step_000002\.safetensors"):
+    with pytest.raises(ValueError, match=rf"step 3: the {what}.*step_000002\.safetensors.*bad_steps\.jsonl"):
         run(tmp_path, *settings)
-    assert [path.name for path in (tmp_path / "checkpoint").glob("*.safetensors")] == ["step_000002.safetensors"]
+    assert [path.stem for path in checkpoints(tmp_path)] == ["step_000002"]
     assert all(math.isfinite(tensor.sum()) for tensor in weights(tmp_path).values())
+    (row,) = noted(tmp_path)
+    assert (row["step"], what in row["found"]) == (3, True)
+    # what is noted is the batch: the tokens from there on are those of the step
+    tokens = Trainer(config := composed(*settings), check_settings(config, Ranks()), tmp_path, Ranks()).files.train
+    inputs, _ = draw_batch(tokens, 16, 4, 0, 2)
+    assert np.array_equal(tokens[np.array(row["window_starts"])[:, None] + np.arange(16)], inputs)
+
+
+def test_bad_steps_are_left_out_up_to_a_number(corpus, tmp_path, poison):
+    settings = [*TINY, *corpus, "train.skip_bad_steps=1", "train.max_steps=6", "train.eval_every=6"]
+    poison({2: "loss"})
+    run(tmp_path / "one", *settings)
+    rows = [row for row in metrics(tmp_path / "one") if "train/loss" in row]
+    assert [row["train/loss"] is None for row in rows] == [False, True, False, False, False, False]
+    assert [row["train/skipped_steps"] for row in rows] == [0, 1, 1, 1, 1, 1]
+    assert [row["step"] for row in noted(tmp_path / "one")] == [2]
+    assert all(math.isfinite(tensor.sum()) for tensor in weights(tmp_path / "one").values())
+    poison({2: "gradient", 5: "loss"})
+    with pytest.raises(ValueError, match=r"step 5: the .*step_000004\.safetensors"):
+        run(tmp_path / "two", *settings)
+    assert [row["step"] for row in noted(tmp_path / "two")] == [2, 5]
+    # what was left out counts after an interruption too
+    poison({1: "loss"})
+    with pytest.raises(ValueError, match="step 5: the"):
+        run(tmp_path / "two", *settings, resume=True)
+    assert [row["step"] for row in noted(tmp_path / "two")] == [2, 5]
+
+
+def test_a_step_left_out_changes_no_weight_and_no_moment(corpus, tmp_path, poison):
+    poison({2: "loss"})
+    trainer = run(tmp_path, *TINY, *corpus, "train.skip_bad_steps=3", "train.max_steps=2", "train.checkpoint_every=1")
+    first, second = (load_file(path) for path in checkpoints(tmp_path))
+    assert same(first, second)
+    assert {int(state["step"]) for state in trainer.optimizer.state.values()} == {1}
+
+
+def test_the_last_checkpoints_and_the_best_one_are_kept(corpus, tmp_path, monkeypatch):
+    losses = iter([5.0, 3.0, 4.0, 4.5, 4.25, 4.75])
+    monkeypatch.setattr(Trainer, "_measure", lambda self: next(losses))
+    settings = ["train.max_steps=6", "train.eval_every=1", "train.checkpoint_every=3", "train.keep=1"]
+    run(tmp_path, *TINY, *corpus, *settings)
+    assert [path.stem for path in checkpoints(tmp_path)] == ["step_000002", "step_000006"]
+    assert read_best(tmp_path) == (2, 3.0)
+    losses = iter([4.75, 2.0])
+    run(tmp_path, *TINY, *corpus, *settings[1:], "train.max_steps=7", resume=True)
+    assert [path.stem for path in checkpoints(tmp_path)] == ["step_000007"]
+    assert read_best(tmp_path) == (7, 2.0)
 
 
 def test_a_report_that_fails_costs_no_steps_and_can_be_made_up(corpus, tmp_path, monkeypatch):

@@ -10,8 +10,9 @@ from hydra import compose, initialize_config_dir
 from safetensors.torch import load_file
 
 from eval import EvalConfig, evaluate_runs
-from runs import Ranks, TrainConfig, checked
-from train import Trainer, check_settings, resumed_config
+from model.checkpoint import latest_checkpoint
+from runs import Ranks, TrainConfig, check_settings, checked, resumed_config
+from train import Trainer
 
 REPOSITORY = Path(__file__).parents[1]
 TINY = [
@@ -39,7 +40,7 @@ def run(folder: Path, *overrides, resume: bool = False) -> Trainer:
 
 
 def weights(folder: Path) -> dict:
-    return load_file(next((folder / "checkpoint").glob("*.safetensors")))
+    return load_file(latest_checkpoint(folder))
 
 
 def metrics(folder: Path) -> list[dict]:

@@ -256,6 +256,7 @@ def test_the_command_as_a_user_types_it(tmp_path):
     assert {str(path) for path in after} == {
         "a run_interleaved/config.yaml",
         "a run_interleaved/checkpoint/step_000040.safetensors",
+        "a run_interleaved/checkpoint/step_000040.sha256",
     }
     converted = load_run(out)
     assert converted.config.pos == {**trained.config.pos, "layout": "interleaved"}

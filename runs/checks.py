@@ -1,0 +1,55 @@
+"""What can be known to be wrong with settings before any work is done."""
+
+import math
+
+from omegaconf import DictConfig, OmegaConf
+
+from data import get_tokenizer
+from model import GPTConfig
+from runs.processes import Ranks
+from runs.settings import require
+from runs.tracking import wandb_mode
+
+
+def check_settings(config: DictConfig, ranks: Ranks) -> GPTConfig:
+    """Everything that can be known to be wrong before any work is done. Raises ValueError naming the setting."""
+    t, v = config.train, config.val
+    least = {"max_steps": 1, "batch_size": 1, "micro_batch_size": 1, "warmup_steps": 0, "weight_decay": 0}
+    least |= {
+        "eval_every": 1,
+        "checkpoint_every": 1,
+        "log_every": 1,
+        "keep": 1,
+        "skip_bad_steps": 0,
+        "min_lr_ratio": 0,
+        "beta1": 0,
+        "beta2": 0,
+    }
+    require(config, {f"train.{key}": low for key, low in least.items()} | {"val.stride": 1, "val.max_targets": 1})
+    require(config, {"seed": 0})
+    wandb_mode(config.wandb.mode)
+    if config.seed >= 2**63:
+        raise ValueError(f"seed={config.seed}: must be below 2^63")
+    for key in ("lr", "grad_clip"):
+        if not 0 < t[key] < math.inf:
+            raise ValueError(f"train.{key}={t[key]}: must be a finite number above 0")
+    for key in ("beta1", "beta2"):
+        if t[key] >= 1:
+            raise ValueError(f"train.{key}={t[key]}: must be below 1")
+    if t.peak_flops is not None and not 0 < t.peak_flops < math.inf:
+        raise ValueError(f"train.peak_flops={t.peak_flops}: must be a finite number above 0, or null")
+    if config.profile and t.max_steps < 5:
+        raise ValueError(f"profile=true records steps 3 to 5, train.max_steps={t.max_steps}: must be at least 5")
+    if t.compile not in (True, False):
+        raise ValueError(f"train.compile={t.compile!r}: use true or false")
+    if not v.multiples or min(v.multiples) <= 0:
+        raise ValueError(f"val.multiples={list(v.multiples)}: at least one, all above 0")
+    if t.batch_size % (ranks.world_size * (t.micro_batch_size or 1)):
+        raise ValueError(
+            f"train.batch_size={t.batch_size}: must be a multiple of train.micro_batch_size={t.micro_batch_size} "
+            f"times the number of processes, {ranks.world_size}"
+        )
+    if config.init_table not in (None, "interpolate"):
+        raise ValueError(f"init_table={config.init_table!r}: use interpolate, or null to refuse")
+    plain, vocab_size = OmegaConf.to_container(config), get_tokenizer(**config.tokenizer).vocab_size
+    return GPTConfig.from_dict(plain["model"], vocab_size=vocab_size, pos=plain["pos"], scaling=plain["scaling"])
