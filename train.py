@@ -30,7 +30,7 @@ from data import DataConfig, TokenFiles, Tokenizer, absolute, draw_batch, get_to
 from eval import default_lengths, default_stride, log_curve
 from measure.protocols import new_losses
 from measure.report import Report
-from measure.results import Job, Scoring
+from measure.results import Job, Measurement, Scoring
 from measure.tables import with_error
 from model import GPT, GPTConfig
 from model.checkpoint import (
@@ -251,6 +251,8 @@ class Trainer:
 
     def _open_outputs(self, outputs: contextlib.ExitStack) -> None:
         c = self.config
+        for left in self.folder.glob(".*.tmp"):  # by a process that was killed
+            left.unlink(missing_ok=True)
         about = {**runs.wandb_identity(c), "config": self._write_config()}
         self.metrics = runs.MetricsFile(self.folder / "metrics.jsonl", self._is_kept)
         self.wandb = runs.start_wandb(c.wandb, self.folder, self.wandb_id, **about)
@@ -364,8 +366,12 @@ class Trainer:
         )
 
     def _evaluate(self) -> float:
-        """Validation loss at the training length, recorded for all lengths; the best step's checkpoint is kept."""
-        nll = self.ranks.share(self._measure() if self.ranks.first else None)
+        """Validation loss at the training length, recorded for all lengths; the best step's checkpoint is kept.
+
+        After the last step it is the run's report as well, whose file is the sign that nothing is left to do.
+        """
+        measurement = self._measure() if self.ranks.first else None
+        nll = self.ranks.share(measurement and measurement.row(self.config.model.train_length)["nll"])
         best = read_best(self.folder)
         # A best step that is still to come, or is this one, was noted before the run was interrupted.
         is_best = math.isfinite(nll) and (best is None or nll < best[1] or best[0] >= self.step)
@@ -374,10 +380,16 @@ class Trainer:
             if self.ranks.first:
                 mark_best(self.folder, self.step, nll)
                 prune_checkpoints(self.folder, self.config.train.keep)
+        if measurement and self.step == self.config.train.max_steps:
+            log_curve(measurement.result, "extrapolation/final", self._record, self.wandb)
+            report = Report([measurement])
+            report.write(self.folder, html=False)
+            for line in report.text().splitlines():
+                log.info("%s", line)
         return nll
 
-    def _measure(self) -> float:
-        """Validation at all lengths, by the first process; after the last step also as the run's report."""
+    def _measure(self) -> Measurement:
+        """Validation at all lengths, by the first process."""
         c = self.config
         stride = c.val.stride or default_stride(c.model.train_length, self.lengths)
         scoring = Scoring(tuple(self.lengths), stride=stride, max_targets=c.val.max_targets)
@@ -394,13 +406,7 @@ class Trainer:
         curve = {f"val/perplexity_{row['length']}": row["perplexity"] for row in rows if row["nll"] is not None}
         at_length = {f"val/{key}": at_train[key] for key in ("perplexity", "bits_per_byte")}
         self._record({"val/loss": at_train["nll"], **at_length, **curve})
-        if self.step == c.train.max_steps:
-            report = Report([measurement])
-            report.write(self.folder, html=False)
-            log_curve(measurement.result, "extrapolation/final", self._record, self.wandb)
-            for line in report.text().splitlines():
-                log.info("%s", line)
-        return at_train["nll"]
+        return measurement
 
     def _record(self, row: dict) -> None:
         if self.ranks.first:

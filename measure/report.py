@@ -136,8 +136,6 @@ class Report:
     def write(self, folder: Path, html: bool = True) -> None:
         """extrapolation.json and extrapolation.png; with html also the SVG, the other plots and report.html."""
         folder.mkdir(parents=True, exist_ok=True)
-        text = json.dumps(self.document(), indent=1) + "\n"
-        write_text(folder / "extrapolation.json", text)
         figures = {"extrapolation": lambda path: plots.plot_lengths(self.protocols, self.metric, path)}
         if html:
             figures |= self._other_figures()
@@ -147,6 +145,8 @@ class Report:
         if html:
             page = self._html([folder / f"{stem}.svg" for stem in figures])
             write_text(folder / "report.html", page)
+        # The last of all: where it is, the others are.
+        write_text(folder / "extrapolation.json", json.dumps(self.document(), indent=1) + "\n")
 
     def _other_figures(self) -> dict[str, Callable[[Path], None]]:
         if self.metric != "perplexity":

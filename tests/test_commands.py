@@ -57,7 +57,7 @@ def test_command_line_from_training_to_the_curve_in_wandb(corpus, tmp_path):
 def test_a_failed_run_is_a_failed_run_in_wandb_and_the_next_one_is_not(corpus, tmp_path, monkeypatch):
     settings = [*TINY, *corpus, "wandb.mode=offline"]
     with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "_evaluate", lambda self, last: 1 / 0)
+        patch.setattr(Trainer, "_evaluate", lambda self: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             run(tmp_path / "failed", *settings)
     run(tmp_path / "whole", *settings)

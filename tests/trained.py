@@ -11,10 +11,11 @@ from safetensors.torch import load_file
 
 from eval import EvalConfig, evaluate_runs
 from model.checkpoint import latest_checkpoint
-from runs import Ranks, TrainConfig, check_settings, checked, resumed_config
+from runs import Ranks, Stop, TrainConfig, check_settings, checked, resumed_config
 from train import Trainer
 
 REPOSITORY = Path(__file__).parents[1]
+ALONE = Ranks()
 TINY = [
     "preset=cpu", "data=files", "model.n_layer=1", "model.n_head=2", "model.head_dim=8", "model.train_length=16",
     "train.batch_size=4", "train.max_steps=4", "train.warmup_steps=2", "train.eval_every=4", "train.checkpoint_every=2",
@@ -27,15 +28,16 @@ def composed(*overrides, name="train", schema=TrainConfig):
         return checked(compose(name, overrides=list(overrides)), schema)
 
 
-def run(folder: Path, *overrides, resume: bool = False) -> Trainer:
+def run(folder: Path, *overrides, resume: bool = False, ranks: Ranks = ALONE) -> Trainer:
     """Train in this process, as main does."""
     folder.mkdir(parents=True, exist_ok=True)
     config = composed(*overrides)
     if resume:
         changes = [o for o in overrides if o.split("=")[0] == "train.max_steps"]
         config = resumed_config(composed(*overrides, f"resume='{folder}'"), [*changes, f"resume={folder}"])
-    trainer = Trainer(config, check_settings(config, Ranks()), folder, Ranks())
-    trainer.train()
+    with Stop() as stop:
+        trainer = Trainer(config, check_settings(config, ranks), folder, ranks, stop)
+        trainer.train()
     return trainer
 
 
