@@ -97,11 +97,13 @@ class MetricsFile:
         write_text(path, "".join(rows))
 
     def write(self, row: dict) -> None:
-        """Add a row. OSError, naming the file, where it cannot be written."""
+        """Add a row, whole or not at all. OSError, naming the file, where it cannot be written."""
+        size = self.path.stat().st_size
         try:
             with open(self.path, "a", encoding="utf-8") as file:
                 file.write(json.dumps(finite(row)) + "\n")
         except OSError as error:
+            os.truncate(self.path, size)
             raise OSError(f"{self.path}: cannot be written ({error.strerror})") from error
 
     def sync(self) -> None:

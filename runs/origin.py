@@ -105,10 +105,8 @@ def agreement(there: Path, here: Path) -> tuple[bool, list[str]]:
         )
     else:
         lines.append(f"{count} rows of metrics are equal, bit for bit")
-    weights, paths = _weights_apart(there, here)
-    steps = " and ".join(f"{path.stem}" for path in dict.fromkeys(paths))
-    lines.append(f"weights of {steps} " + (f"differ by up to {weights:.1g}" if weights else "are equal, bit for bit"))
-    return not apart and not weights and len(rows[0]) == len(rows[1]) and count > 0, lines
+    apart_weights, line = _weights_apart(there, here)
+    return not (apart or apart_weights) and len(rows[0]) == len(rows[1]), [*lines, line]
 
 
 def _differing_places(there: Path, here: Path) -> Iterator[str]:
@@ -135,13 +133,14 @@ def _relative(a: object, b: object) -> float:
     return abs(a - b) / max(abs(a), abs(b)) if numbers else math.inf
 
 
-def _weights_apart(there: Path, here: Path) -> tuple[float, list[Path]]:
-    """The largest difference of any weight at the last step that both have."""
+def _weights_apart(there: Path, here: Path) -> tuple[bool, str]:
+    """Whether the weights of the last checkpoints differ, and in words."""
     paths = [latest_checkpoint(run) for run in (there, here)]
     if step_of(paths[0]) != step_of(paths[1]):
-        return math.inf, paths
+        return True, f"the last checkpoints are {paths[0].stem} there, {paths[1].stem} here"
     a, b = (load_weights(path).state_dict() for path in paths)
     if a.keys() != b.keys():
-        return math.inf, paths
+        return True, f"weights of {paths[0].stem} are those of different models"
     apart = [float((a[name] - b[name]).abs().max()) for name in a if not torch.equal(a[name], b[name])]
-    return max(apart, default=0.0), paths
+    words = f"differ by up to {max(apart):.1g}" if apart else "are equal, bit for bit"
+    return bool(apart), f"weights of {paths[0].stem} {words}"

@@ -167,6 +167,7 @@ def clear_errors(folder: Path | None = None) -> Iterator[None]:
 @contextlib.contextmanager
 def entry(schema: type) -> Iterator[None]:
     """Around a command: where Hydra ends it with an error, say what a misspelt setting may have meant."""
+    logging.raiseExceptions = False  # a full disk is told once, not at every line of the log
     # Launchers that start processes of their own, such as submitit's, find the modules of this checkout.
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(CONFIGS.parent), os.environ.get("PYTHONPATH"))))
     try:

@@ -35,8 +35,11 @@ def end(processes: list, within: float = 120) -> list[int]:
     return [process.exitcode for process in processes]
 
 
-def _train(folder, overrides, rank, world_size, port, resume=False, kill_at=None, file_limit=None) -> None:
-    """kill_at: SIGKILL just before the so-and-so-manieth change of a file of the run folder, from 0."""
+def _train(folder, overrides, rank, world_size, port, resume=False, kill_at=None, stop_in=()) -> None:
+    """kill_at: SIGKILL just before the so-and-so-manieth change of a file of the run folder, from 0.
+
+    stop_in: steps, from 0, during which the last process gets SIGTERM; "evaluation": during the first one.
+    """
     faulthandler.enable()
     os.environ["OMP_NUM_THREADS"] = "1"
     import torch.distributed as dist
@@ -56,10 +59,8 @@ def _train(folder, overrides, rank, world_size, port, resume=False, kill_at=None
 
     if kill_at is not None:
         sys.addaudithook(watch)
-    if file_limit is not None:
-        import resource
-
-        resource.setrlimit(resource.RLIMIT_FSIZE, (file_limit, file_limit))
+    if rank == world_size - 1:
+        _signalled(stop_in)
     if world_size > 1:
         address = f"tcp://127.0.0.1:{port}"
         dist.init_process_group("gloo", init_method=address, rank=rank, world_size=world_size)
@@ -67,3 +68,20 @@ def _train(folder, overrides, rank, world_size, port, resume=False, kill_at=None
     if world_size > 1:
         dist.barrier()
         dist.destroy_process_group()
+
+
+def _signalled(stop_in: tuple) -> None:
+    import train
+
+    def draw_batch(tokens, length, batch_size, seed, step, *ranks):
+        if step in stop_in:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return real[0](tokens, length, batch_size, seed, step, *ranks)
+
+    def new_losses(plan):
+        if "evaluation" in stop_in:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return real[1](plan)
+
+    real = train.draw_batch, train.new_losses
+    train.draw_batch, train.new_losses = draw_batch, new_losses
