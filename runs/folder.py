@@ -1,6 +1,7 @@
 """The run folder: where it lies, what it says of itself, its metrics."""
 
 import atexit
+import contextlib
 import itertools
 import json
 import os
@@ -81,20 +82,23 @@ def _source() -> dict:
     return {"commit": git("rev-parse", "HEAD"), "dirty": None if changed is None else bool(changed)}
 
 
+def read_metrics(path: Path) -> list[dict]:
+    """The rows of a metrics.jsonl, without what is none: the last line of a killed run may be half a line."""
+    rows = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        with contextlib.suppress(ValueError):
+            rows.append(json.loads(line))
+    return [row for row in rows if isinstance(row, dict) and isinstance(row.get("step"), int)]
+
+
 class MetricsFile:
     """metrics.jsonl: one JSON object a line, each with its step, whatever wandb does."""
 
     def __init__(self, path: Path, keep: Callable[[dict], bool]):
         """Rows that a resumed run makes again, those it does not `keep`, are dropped."""
-        self.path, rows = path, []
-        for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
-            try:
-                row = json.loads(line)
-            except ValueError:  # the last line of a killed run may be half a line
-                continue
-            if isinstance(row, dict) and isinstance(row.get("step"), int) and keep(row):
-                rows.append(line + "\n")
-        write_text(path, "".join(rows))
+        self.path = path
+        kept = [row for row in read_metrics(path) if keep(row)] if path.exists() else []
+        write_text(path, "".join(json.dumps(row) + "\n" for row in kept))
 
     def write(self, row: dict) -> None:
         """Add a row, whole or not at all. OSError, naming the file, where it cannot be written."""

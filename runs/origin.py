@@ -1,6 +1,5 @@
 """Where a run comes from: resumed, repeated, or started from another's weights; and whether a repeated one agrees."""
 
-import json
 import logging
 import math
 from collections.abc import Iterator
@@ -13,6 +12,7 @@ from torch.nn.functional import interpolate
 
 from model import GPT
 from model.checkpoint import latest_checkpoint, load_run, load_weights, read_config, step_of
+from runs.folder import read_metrics
 from runs.settings import TrainConfig, checked, read_run
 
 log = logging.getLogger("ropewalk")
@@ -30,7 +30,13 @@ def resumed_config(config: DictConfig, overrides: list[str]) -> DictConfig:
 
 
 def repeated_config(config: DictConfig, overrides: list[str]) -> DictConfig:
-    """The configuration of the run to repeat, but for where it is computed and logged."""
+    """The configuration of the run to repeat, but for where it is computed and logged.
+
+    FileNotFoundError or ValueError where there is nothing to compare with in the end.
+    """
+    source = Path(config.repeat).expanduser()
+    latest_checkpoint(source)
+    read_metrics(source / "metrics.jsonl")
     return _as_there(config, "repeat", overrides, REPEATABLE, "To train with another setting, leave repeat= out")
 
 
@@ -87,7 +93,7 @@ def comparable(row: dict) -> dict:
 def agreement(there: Path, here: Path) -> tuple[bool, list[str]]:
     """Whether a repeated run's metrics and weights are the other's, bit for bit; and in words, with what differs."""
     lines = [*_differing_places(there, here)]
-    rows = [[comparable(json.loads(line)) for line in _read_lines(run / "metrics.jsonl")] for run in (there, here)]
+    rows = [[comparable(row) for row in read_metrics(run / "metrics.jsonl")] for run in (there, here)]
     apart, first = [], None
     for a, b in zip(*rows, strict=False):
         if a != b and first is None:
@@ -122,10 +128,6 @@ def _differing_places(there: Path, here: Path) -> Iterator[str]:
             yield f"{key}: {found[0]} there, {found[1]} here"
     if a.get("resumed"):
         yield "that run was resumed: numbers agree only if its settings were the same throughout"
-
-
-def _read_lines(path: Path) -> list[str]:
-    return path.read_text(encoding="utf-8").splitlines()
 
 
 def _relative(a: object, b: object) -> float:
