@@ -6,6 +6,7 @@
     python eval.py runs=[outputs/a] scalings=[none,ntk,yarn]        every run under every frequency scaling that fits
     python eval.py recall=true shift=true attention=true            probes beside perplexity
     python eval.py task=sample prompt="def " tokens=200             text from the latest run, as it is decoded
+    torchrun --nproc-per-node 2 eval.py                             the same numbers, by two processes
 
 What is measured is kept: an interrupted command, given again, goes on where it stopped. measure/ does the measuring.
 """
@@ -25,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import hydra
+import numpy as np
 import torch
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
@@ -38,7 +40,16 @@ from measure.protocols import PROTOCOLS, evaluate_lengths, new_losses
 from measure.report import Report, comparability
 from measure.results import Job, Measurement, Scoring, group_labels, seedless
 from measure.store import Losses
-from model.checkpoint import file_digest, latest_checkpoint, load_weights, read_config
+from model.checkpoint import (
+    best_checkpoint,
+    check_whole,
+    checkpoints,
+    file_digest,
+    latest_checkpoint,
+    load_weights,
+    read_config,
+    step_of,
+)
 from model.config import GPTConfig
 from model.positions import SCHEMES
 from model.registry import lookup
@@ -64,6 +75,7 @@ class EvalConfig:
     task: str = MISSING
     runs: Any = MISSING
     root: str = MISSING
+    checkpoint: Any = MISSING
     protocol: str = MISSING
     lengths: list[int] | None = MISSING
     stride: int | None = MISSING
@@ -116,10 +128,30 @@ class Run:
     files: TokenFiles
 
 
-def read_runs(config: DictConfig) -> list[Run]:
+def chosen_checkpoint(run: Path, which: str | int) -> Path:
+    """The weights file of a run's last or best checkpoint, or of the one of a step.
+
+    Raises FileNotFoundError where there is none, ValueError for anything else.
+    """
+    if which in ("last", "best"):
+        return latest_checkpoint(run) if which == "last" else best_checkpoint(run)
+    if type(which) is not int:
+        raise ValueError(f"checkpoint={which!r}: use last, best, or the number of a step")
+    steps = {step_of(path): path for path in checkpoints(run)}
+    if which not in steps:
+        there = ", ".join(map(str, steps))
+        raise FileNotFoundError(f"checkpoint={which}: {run} has no checkpoint of that step, but those of {there}")
+    check_whole(steps[which])
+    return steps[which]
+
+
+def read_runs(config: DictConfig, ranks: runs.Ranks) -> list[Run]:
     """All runs of the configuration. ValueErrors and FileNotFoundErrors name the folder or file that is wrong."""
-    folders = _folders(config)
-    read = [(folder, *runs.read_run(folder), latest_checkpoint(folder)) for folder in folders]
+    with ranks.together():
+        chosen = []
+        if ranks.first:  # a run that is still training may have others a moment later
+            chosen = [(folder, chosen_checkpoint(folder, config.checkpoint)) for folder in _folders(config)]
+    read = [(folder, *runs.read_run(folder), path) for folder, path in ranks.share(chosen)]
     configs = [read_config(path) for *_, path in read]
     for *_, path in read:
         load_weights(path)  # a damaged one must be known before hours of measuring
@@ -130,13 +162,14 @@ def read_runs(config: DictConfig) -> list[Run]:
         ]
     if len(set(names)) < len(names):
         names = [str(folder) for folder, *_ in read]
-    found = []
-    for name, (folder, settings, origin, path), gpt_config in zip(names, read, configs, strict=True):
-        tokenizer = get_tokenizer(**settings.tokenizer)
+    tokenizers = [get_tokenizer(**settings.tokenizer) for _, settings, *_ in read]
+    for (folder, settings, *_), tokenizer, gpt_config in zip(read, tokenizers, configs, strict=True):
         _check_header(folder, settings, tokenizer, gpt_config)
-        files = prepare(DataConfig(**settings.data), tokenizer, say=log.info)
-        found.append(Run(folder, settings, origin, path, gpt_config, name, tokenizer, files))
-    return found
+    texts = [
+        (DataConfig(**settings.data), tokenizer) for (_, settings, *_), tokenizer in zip(read, tokenizers, strict=True)
+    ]
+    files = ranks.in_turn(lambda: [prepare(*text, say=log.info) for text in texts])
+    return [Run(*of_run, *others) for of_run, *others in zip(read, configs, names, tokenizers, files, strict=True)]
 
 
 def _check_header(folder: Path, settings: DictConfig, tokenizer: Tokenizer, found: GPTConfig) -> None:
@@ -239,13 +272,23 @@ def _scaling_words(scaling: dict) -> list[str]:
     return [name, *(str(value) if key == "factor" else f"{key}={value}"[:24] for key, value in others.items())]
 
 
-def measure_all(tasks: list[ScaledRun], device: torch.device, precision: str) -> None:
-    """Score what is not scored yet, with one bar over all of it; every few seconds, and at the end, it is saved."""
+def measure_all(tasks: list[ScaledRun], device: torch.device, precision: str, ranks: runs.Ranks) -> None:
+    """Score what is not scored yet, with one bar over all of it; every few seconds, and at the end, it is saved.
+
+    All processes of a job work on one task after the other; the first one's losses are what is known, and are saved.
+    """
+    with ranks.together():
+        names = [task.losses.path.name for task in tasks]
+        if ranks.share(names) != names:
+            raise ValueError("weights, data, program or torch are other ones here than in the first process")
+    for task in tasks:
+        task.losses.values = ranks.summed(task.losses.values if ranks.first else np.zeros_like(task.losses.values))
     open_tasks = [task for task in tasks if not task.losses.complete]
     cost, left = (sum(task.job.plan.tokens for task in some) for some in (tasks, open_tasks))
     known = f"; {cost - left:,} of them known from before" if left < cost else ""
     log.info(f"cost     {cost:,} tokens to pass{known}")
-    bar = tqdm(total=left, unit="token", unit_scale=True, leave=False, disable=None if open_tasks else True)
+    hidden = None if open_tasks and ranks.first else True  # None: where the output is no terminal
+    bar = tqdm(total=left, unit="token", unit_scale=True, leave=False, disable=hidden)
     with bar, logging_redirect_tqdm([logging.getLogger()]):
         for task in open_tasks:
             bar.set_description(task.label, refresh=False)
@@ -253,13 +296,15 @@ def measure_all(tasks: list[ScaledRun], device: torch.device, precision: str) ->
 
             def passed(tokens: int, losses: Losses = task.losses) -> None:
                 bar.update(tokens)
-                losses.save()
+                if ranks.first:
+                    losses.save()
 
             try:
                 with runs.autocast(device, precision):
-                    task.job.score(model, task.losses.values, passed)
+                    task.job.score(model, task.losses.values, done=passed, ranks=ranks)
             finally:
-                task.losses.save(now=True)
+                if ranks.first:
+                    task.losses.save(now=True)
 
 
 def measurements_of(task: ScaledRun, precision: str) -> list[Measurement]:
@@ -328,19 +373,24 @@ def log_measurements(task: ScaledRun, found: list[Measurement], report: Report, 
     wandb_run.table(f"paired{stretched}", columns, [[pair[column] for column in columns] for pair in pairs])
 
 
-def evaluate_runs(config: DictConfig) -> list[dict]:
-    """Measure every run under every scaling, print the tables, write the report and log to wandb."""
-    config = runs.checked(config, EvalConfig)
-    runs.require(config, {"stride": 1, "max_targets": 1})
-    if config.protocol not in (*PROTOCOLS, "both"):
-        raise ValueError(f"protocol={config.protocol!r}: use {', '.join(PROTOCOLS)} or both")
-    mode, device = runs.wandb_mode(config.wandb.mode), runs.pick_device(config.device)
-    precision = runs.pick_precision(config.precision, device)
-    loaded = read_runs(config)
-    out = _out(config, loaded)
-    scoring = _scoring(config, loaded)
-    tasks, skipped = plan_tasks(config, loaded, scoring, {"device": device.type, "precision": precision})
-    _check_columns(config, tasks)
+def evaluate_runs(config: DictConfig, ranks: runs.Ranks = runs.Ranks()) -> list[dict]:  # noqa: B008 (it is frozen)
+    """Measure every run under every scaling, print the tables, write the report and log to wandb.
+
+    All processes of a job measure; the rest, and the results, are the first one's.
+    """
+    with ranks.together():
+        config = runs.checked(config, EvalConfig)
+        runs.require(config, {"stride": 1, "max_targets": 1})
+        if config.protocol not in (*PROTOCOLS, "both"):
+            raise ValueError(f"protocol={config.protocol!r}: use {', '.join(PROTOCOLS)} or both")
+        mode = runs.wandb_mode(config.wandb.mode) if ranks.first else "disabled"
+        device = runs.pick_device(config.device, ranks.local_rank)
+        precision = runs.pick_precision(config.precision, device)
+        loaded = read_runs(config, ranks)
+        out = _out(config, loaded) if ranks.first else None
+        scoring = _scoring(config, loaded)
+        tasks, skipped = plan_tasks(config, loaded, scoring, {"device": device.type, "precision": precision})
+        _check_columns(config, tasks)
     for task in {task.run.files.folder: task for task in tasks}.values():
         log.info("text     %s, %s", task.run.files.meta["corpus"], task.job.documents)
     lengths = ", ".join(map(str, scoring.lengths))
@@ -348,7 +398,9 @@ def evaluate_runs(config: DictConfig) -> list[dict]:
     for reason in skipped:
         log.info("left out %s", reason)
 
-    measure_all(tasks, device, precision)
+    measure_all(tasks, device, precision, ranks)
+    if not ranks.first:
+        return []
     by_task = [measurements_of(task, precision) for task in tasks]
     for task, (first, *_) in zip(tasks, by_task, strict=True):
         first.result.update(probe(task, config, max(scoring.lengths), device, precision))
@@ -419,8 +471,10 @@ def _wandb(run: Run, mode: str) -> Iterator[runs.WandbRun]:
     wandb_run.finish(failed=False)
 
 
-def sample_text(config: DictConfig) -> list[str]:
+def sample_text(config: DictConfig, ranks: runs.Ranks) -> list[str]:
     """Continue the prompts with one run's model; a single one is shown as it is decoded. Returns the whole texts."""
+    if ranks.world_size > 1:
+        raise ValueError("task=sample: one process decodes a text; start it as python eval.py, without torchrun")
     prompt = OmegaConf.to_container(config, resolve=True)["prompt"]  # text: a ${ in it is not read a second time
     config = runs.checked(OmegaConf.merge(config, {"prompt": ""}), EvalConfig)
     runs.require(config, {"tokens": 1, "seed": 0, "temperature": 0})
@@ -434,7 +488,7 @@ def sample_text(config: DictConfig) -> list[str]:
         raise ValueError("scalings= and task=sample: a text has one; use scaling=")
     (scaling,) = scalings_of(config)
     tokenizer = get_tokenizer(**settings.tokenizer)
-    model = load_weights(latest_checkpoint(folders[0]), device, scaling)
+    model = load_weights(chosen_checkpoint(folders[0], config.checkpoint), device, scaling)
     given = [str(one) for one in prompt] if isinstance(prompt, list) else [str(prompt)]
     # Nothing to continue is a document's beginning, which in training follows another one's end.
     ids = [encoded or [tokenizer.end_of_document] for encoded in tokenizer.encode(given)]
@@ -483,7 +537,7 @@ def main(config: DictConfig) -> None:
         if config.task not in TASKS:
             raise ValueError(f"task={config.task!r}: use {' or '.join(TASKS)}")
         try:
-            TASKS[config.task](config)
+            TASKS[config.task](config, runs.join_processes(config.device))
         except KeyboardInterrupt:
             log.warning("interrupted; what was measured is kept, and the same command goes on from there")
             raise SystemExit(130) from None
@@ -493,5 +547,5 @@ if __name__ == "__main__":
     for i, word in enumerate(sys.argv):
         if re.match("prompt=(?![\"'[])", word):
             sys.argv[i] = f"prompt={hydra_string(word.removeprefix('prompt='))}"
-    with runs.entry(EvalConfig):
+    with runs.entry(EvalConfig), runs.all_jobs():
         main()

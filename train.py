@@ -96,10 +96,7 @@ class Trainer:
 
         self.tokenizer: Tokenizer = get_tokenizer(**config.tokenizer)
         data_config = DataConfig(**config.data)
-        if ranks.first:
-            prepare(data_config, self.tokenizer, say=log.info)
-        ranks.share(None)  # the others wait for the files
-        self.files = prepare(data_config, self.tokenizer, say=log.info)
+        self.files = ranks.in_turn(lambda: prepare(data_config, self.tokenizer, say=log.info))
         corpus, tokens, documents = (self.files.meta[key] for key in ("corpus", "tokens", "documents"))
         log.info(
             f"data     {corpus}: {tokens['train']:,} training and {tokens['val']:,} validation tokens in "
@@ -239,10 +236,6 @@ class Trainer:
     def _is_measured(self, step: int) -> bool:
         return step % self.config.train.eval_every == 0 or step == self.config.train.max_steps
 
-    def _passed(self, tokens: int) -> None:
-        if self.ranks.world_size == 1:  # else the others wait for this one
-            self._stop_if_asked()
-
     def _stop_if_asked(self) -> None:
         """Where any process has got a signal, all of them write a checkpoint of the last step and stop."""
         if signum := self.ranks.largest(self.stop.signum):
@@ -370,8 +363,8 @@ class Trainer:
 
         After the last step it is the run's report as well, whose file is the sign that nothing is left to do.
         """
-        measurement = self._measure() if self.ranks.first else None
-        nll = self.ranks.share(measurement and measurement.row(self.config.model.train_length)["nll"])
+        measurement = self._measure()
+        nll = measurement.row(self.config.model.train_length)["nll"]
         best = read_best(self.folder)
         # A best step that is still to come, or is this one, was noted before the run was interrupted.
         is_best = math.isfinite(nll) and (best is None or nll < best[1] or best[0] >= self.step)
@@ -380,7 +373,7 @@ class Trainer:
             if self.ranks.first:
                 mark_best(self.folder, self.step, nll)
                 prune_checkpoints(self.folder, self.config.train.keep)
-        if measurement and self.step == self.config.train.max_steps:
+        if self.ranks.first and self.step == self.config.train.max_steps:
             log_curve(measurement.result, "extrapolation/final", self._record, self.wandb)
             report = Report([measurement])
             report.write(self.folder, html=False)
@@ -389,13 +382,14 @@ class Trainer:
         return nll
 
     def _measure(self) -> Measurement:
-        """Validation at all lengths, by the first process."""
+        """Validation at all lengths, by all processes."""
         c = self.config
         stride = c.val.stride or default_stride(c.model.train_length, self.lengths)
         scoring = Scoring(tuple(self.lengths), stride=stride, max_targets=c.val.max_targets)
         job = Job(self.model.config, self.files, self.tokenizer, scoring)
         with runs.autocast(self.device, self.precision):
-            job.score(self.model, losses := new_losses(job.plan), self._passed)
+            losses, stop = new_losses(job.plan), lambda tokens: self._stop_if_asked()
+            job.score(self.model, losses, done=stop, ranks=self.ranks)
         about = {"run": c.name, "folder": str(self.folder), "checkpoint": f"step_{self.step:06d}"}
         about |= {"trained_on": self.files.fingerprint, "precision": self.precision}
         (measurement,) = job.measurements(losses, about)

@@ -7,6 +7,7 @@ windows of `nonoverlapping` also have fewer tokens with little context; under `s
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -16,6 +17,9 @@ from measure.statistics import exp, ratio_and_error
 from model import GPT
 from model.positions import PositionScheme
 from model.sampling import evaluating
+
+if TYPE_CHECKING:
+    from runs import Ranks
 
 PROTOCOLS = ("sliding", "nonoverlapping")
 # A cap on the scored tokens keeps windows at so many places of the text, neighbours together: neighbours share passes.
@@ -162,39 +166,76 @@ def new_losses(plan: Plan) -> np.ndarray:
     return np.full(len(plan.spans), np.nan)
 
 
-@torch.inference_mode()
+class Alone:
+    """One process that makes all passes by itself; runs.Ranks stands for those of a torchrun job."""
+
+    rank, world_size = 0, 1
+
+    def summed(self, values: np.ndarray) -> np.ndarray:
+        """float64 (n,) -> their sums over the processes."""
+        return values
+
+
+@torch.no_grad()  # not inference_mode: weights that a sharded model gathers in it could not be trained on afterwards
 def score(
-    model: GPT, tokens: np.ndarray, plan: Plan, losses: np.ndarray, done: Callable[[int], None] = lambda tokens: None
+    model: GPT,
+    tokens: np.ndarray,
+    plan: Plan,
+    losses: np.ndarray,
+    done: Callable[[int], None] = lambda tokens: None,
+    ranks: "Alone | Ranks" = Alone(),  # noqa: B008 (it holds nothing)
 ) -> None:
     """Fill `losses`, float64 (windows,), nats summed over each window's targets, batch by batch; what is there stays.
 
-    done: called after each batch with the tokens it passed. Dropout is off; autocast is the caller's.
+    The processes of a job take turns: round by round each passes another batch, and then all have the losses of all of
+    them, the same whatever the number of processes. `losses` must be the same in all of them before. done: called after
+    each round with the tokens that were passed in it. Dropout is off; autocast is the caller's.
     """
-    device = next(model.parameters()).device
     order = np.argsort(plan.of_pass, kind="stable")
     bounds = np.searchsorted(plan.of_pass[order], np.arange(len(plan.passes) + 1))
+    todo = []  # of each batch with something open: the passes, the windows they score, the row of each window
+    for batch in plan.batches:
+        wanted = [order[bounds[i] : bounds[i + 1]] for i in batch]
+        row = np.repeat(np.arange(len(batch)), [len(w) for w in wanted])
+        wanted = np.concatenate(wanted)
+        if np.isnan(losses[wanted]).any():
+            todo.append((batch, wanted, row))
+        else:
+            done(int(plan.passes[batch, 1].sum()))
     with evaluating(model):
-        for batch in plan.batches:
-            wanted = [order[bounds[i] : bounds[i + 1]] for i in batch]
-            row = np.repeat(np.arange(len(batch)), [len(w) for w in wanted])
-            wanted = np.concatenate(wanted)
-            starts, sizes, lengths = plan.passes[batch].T
-            if np.isnan(losses[wanted]).any():
-                width = int(sizes.max())
-                index = np.minimum(starts[:, None] + np.arange(width + 1), len(tokens) - 1)
-                ids = torch.from_numpy(tokens[index].astype(np.int64))  # (B, T + 1), padded with whatever follows
-                model.check_tokens(ids)
-                low, high = (plan.spans[wanted, 1:] - 1 - starts[row, None]).T
-                # The network forms logits only for targets that somebody wants: +1 where a span begins, -1 after it.
-                scored = np.zeros((len(batch), width + 1), dtype=np.int64)
-                np.add.at(scored, (row, low), 1)
-                np.add.at(scored, (row, high), -1)
-                targets = ids[:, 1:].masked_fill(torch.from_numpy(scored.cumsum(axis=1)[:, :-1] == 0), -100)
-                nll = model(ids[:, :-1].to(device), targets=targets.to(device), scaling_length=int(lengths[0]))
-                sums = np.zeros((len(batch), width + 1))
-                sums[:, 1:] = nll.cpu().double().cumsum(dim=1).numpy()
-                losses[wanted] = sums[row, high] - sums[row, low]
-            done(int(sizes.sum()))
+        for first in range(0, len(todo), ranks.world_size):
+            around = todo[first : first + ranks.world_size]
+            # Where the last round has too few batches for all, the others pass its first one too, for nothing: the
+            # passes of a sharded model need every process.
+            mine = ranks.rank if ranks.rank < len(around) else 0
+            found = [np.zeros(len(wanted)) for _, wanted, _ in around]
+            scored = _batch_losses(model, tokens, plan, *around[mine])
+            if mine == ranks.rank:
+                found[mine] = scored
+            losses[np.concatenate([wanted for _, wanted, _ in around])] = ranks.summed(np.concatenate(found))
+            done(int(sum(plan.passes[batch, 1].sum() for batch, _, _ in around)))
+
+
+def _batch_losses(
+    model: GPT, tokens: np.ndarray, plan: Plan, batch: np.ndarray, wanted: np.ndarray, row: np.ndarray
+) -> np.ndarray:
+    """The losses of the windows `wanted` (n,), each in its row (n,) of a batch of passes: float64 (n,)."""
+    device = next(model.parameters()).device
+    starts, sizes, lengths = plan.passes[batch].T
+    width = int(sizes.max())
+    index = np.minimum(starts[:, None] + np.arange(width + 1), len(tokens) - 1)
+    ids = torch.from_numpy(tokens[index].astype(np.int64))  # (B, T + 1), padded with whatever follows
+    model.check_tokens(ids)
+    low, high = (plan.spans[wanted, 1:] - 1 - starts[row, None]).T
+    # The network forms logits only for targets that somebody wants: +1 where a span begins, -1 after it.
+    scored = np.zeros((len(batch), width + 1), dtype=np.int64)
+    np.add.at(scored, (row, low), 1)
+    np.add.at(scored, (row, high), -1)
+    targets = ids[:, 1:].masked_fill(torch.from_numpy(scored.cumsum(axis=1)[:, :-1] == 0), -100)
+    nll = model(ids[:, :-1].to(device), targets=targets.to(device), scaling_length=int(lengths[0]))
+    sums = np.zeros((len(batch), width + 1))
+    sums[:, 1:] = nll.cpu().double().cumsum(dim=1).numpy()
+    return sums[row, high] - sums[row, low]
 
 
 @dataclass(frozen=True)

@@ -3,9 +3,10 @@
 import hashlib
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain, count, pairwise
+from typing import Any
 
 import numpy as np
 
@@ -104,9 +105,9 @@ class Job:
             "batch_tokens": BATCH_TOKENS,
         }
 
-    def score(self, model: GPT, losses: np.ndarray, done: Callable[[int], None] = lambda tokens: None) -> None:
-        """Fill in what is missing of `losses`, float64 (windows,), which new_losses(self.plan) begins."""
-        score(model, self.files.val, self.plan, losses, done)
+    def score(self, model: GPT, losses: np.ndarray, **how: Any) -> None:
+        """Fill in what is missing of `losses`, float64 (windows,), which new_losses(self.plan) begins. how: as score."""
+        score(model, self.files.val, self.plan, losses, **how)
 
     def measurements(self, losses: np.ndarray, about: dict, seed: int = 0, key: str = "") -> list[Measurement]:
         """One for each protocol; the first also has the curve by position. about: what else to say of the run."""

@@ -1,16 +1,29 @@
-"""The processes of a torchrun job."""
+"""The processes of a torchrun job: what they tell each other, and how they end together."""
 
 import contextlib
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
 from typing import Any
 
+import numpy as np
+import torch
 import torch.distributed as dist
 
 from runs.devices import pick_device
+
+PATIENCE = timedelta(hours=6)  # while the first process tokenises a corpus or writes a report
+SILENCE = timedelta(minutes=10)  # between processes that compute about the same
+AGREEMENT = timedelta(seconds=5)  # between processes that meet the same error
+
+LOST = "another process of this job has died or stopped talking; see what was printed above"
+
+
+class JobError(ValueError):
+    """An error that all processes of a job raise, whichever of them met it."""
 
 
 @dataclass(frozen=True)
@@ -27,19 +40,58 @@ class Ranks:
 
     def share(self, value: Any) -> Any:
         """The first process' value, in all of them."""
+        return self._exchange(value if self.first else None)[0] if self.world_size > 1 else value
+
+    def summed(self, values: np.ndarray) -> np.ndarray:
+        """float64 (n,) -> their sums over the processes."""
         if self.world_size == 1:
-            return value
-        box = [value]
-        dist.broadcast_object_list(box)
-        return box[0]
+            return values
+        total = torch.from_numpy(values.copy())
+        dist.all_reduce(total)
+        return total.numpy()
 
     def largest(self, value: int) -> int:
         """The largest of all processes' values, in all of them."""
         if self.world_size == 1:
             return value
-        values = [0] * self.world_size
-        dist.all_gather_object(values, value)
-        return max(values)
+        largest = torch.tensor(value)
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
+        return int(largest)
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """Around what may fail in one process only: all raise its ValueError or OSError, so that none waits for it."""
+        try:
+            yield
+        except JobError:
+            raise  # all do
+        except (ValueError, OSError) as error:
+            if self.world_size > 1:
+                self._exchange(error=str(error))
+            raise
+        if self.world_size > 1:
+            self._exchange()
+
+    def in_turn(self, action: Callable[[], Any]) -> Any:
+        """Each process' own result: first in the first process, then in the first of each machine, then in the others.
+
+        So what the action leaves on a disk, shared or a machine's own, is made there once.
+        """
+        mine = 0 if self.first else 1 if self.local_rank == 0 else 2
+        for turn in range(3 if self.world_size > 1 else 1):
+            with self.together():
+                if turn == mine:
+                    result = action()
+        return result
+
+    def _exchange(self, value: Any = None, error: str | None = None) -> list:
+        """All values, by rank. JobError if a process came with an error instead, whatever the others came for."""
+        found: list[Any] = [None] * self.world_size
+        dist.all_gather_object(found, (value, error), group=_patient())
+        for rank, (_, text) in enumerate(found):
+            if text is not None:
+                raise JobError(text if rank == 0 else f"process {rank}: {text}")
+        return [value for value, _ in found]
 
 
 def torchrun() -> Ranks:
@@ -59,10 +111,16 @@ def join_processes(device_name: str) -> Ranks:
     if not ranks.first:
         logging.getLogger().setLevel(logging.ERROR)
     if ranks.world_size > 1 and not dist.is_initialized():
-        backend = "nccl" if pick_device(device_name, ranks.local_rank).type == "cuda" else "gloo"
-        # The others wait while the first process tokenises a corpus or evaluates.
-        dist.init_process_group(backend, timeout=timedelta(hours=6))
+        cuda = pick_device(device_name, ranks.local_rank).type == "cuda"
+        dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=SILENCE)
+        _patient()
     return ranks
+
+
+@cache
+def _patient() -> dist.ProcessGroup:
+    """All processes once more, for waits that may take hours. One that dies ends them at once all the same."""
+    return dist.new_group(backend="gloo", timeout=PATIENCE)
 
 
 @contextlib.contextmanager
@@ -74,7 +132,39 @@ def all_jobs() -> Iterator[None]:
     try:
         yield
         if dist.is_initialized():
-            dist.barrier()
+            dist.barrier(_patient())
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def is_lost(error: BaseException) -> bool:
+    """Whether torch.distributed cannot reach another process. gloo's errors have no type of their own."""
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo/" in str(error))
+
+
+def all_meet(error: str, stage: str) -> bool:
+    """Whether every process of the job meets this error, within moments; stage: a word for where they are."""
+    with contextlib.suppress(ValueError):
+        if (ranks := torchrun()).world_size > 1:
+            try:
+                board = _board(stage)
+                board.set(str(ranks.rank), error)
+                return all(board.get(str(rank)).decode() == error for rank in range(ranks.world_size))
+            except (KeyError, dist.DistError):
+                return False
+    return True
+
+
+def says_it_first(error: str, stage: str) -> bool:
+    """Whether no other process of the job has asked this before."""
+    try:
+        return _board(stage).add(error, 1) == 1
+    except (KeyError, dist.DistError):
+        return True
+
+
+def _board(stage: str) -> dist.Store:
+    """The store that torchrun keeps for its processes, and that outlives each of them."""
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=AGREEMENT)
+    return dist.PrefixStore(f"ropewalk/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}/{stage}", store)

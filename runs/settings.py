@@ -2,11 +2,14 @@
 
 import contextlib
 import difflib
+import io
+import itertools
 import json
 import logging
 import math
 import os
 import sys
+import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from data import DataConfig
 from runs.folder import run_dir
+from runs.processes import LOST, all_meet, is_lost, says_it_first
 
 log = logging.getLogger("ropewalk")
 
@@ -152,30 +156,57 @@ def clear_errors(folder: Path | None = None) -> Iterator[None]:
     """Show errors that a user can mend as one message; keep every traceback in the run's log.
 
     ValueErrors and OSErrors carry a message written for the user. Anything else is a fault of the program, and is
-    shown with its traceback.
+    shown with its traceback. An error that not all processes of a job meet ends this one at once, so that the others,
+    who may be waiting for it, learn of it.
     """
+    stage = f"job {next(_jobs)}"
     try:
         yield
-    except BaseException as error:
+    except Exception as error:
         log.debug("failed", exc_info=True)
-        if not isinstance(error, (ValueError, OSError)):
+        lost, mendable = is_lost(error), isinstance(error, (ValueError, OSError))
+        where = f"\n(traceback in {folder / 'train.log'})" if folder and _rank() == "0" else ""
+        if lost or not all_meet(str(error), stage):
+            if not lost or says_it_first(LOST, stage):
+                text = LOST if lost else str(error) if mendable else traceback.format_exc()
+                print(f"error in process {_rank()}: {text}{where}", file=sys.__stderr__, flush=True)
+            raise SystemExit(1) from None
+        if not mendable:
             raise
-        where = f"\n(traceback in {folder / 'train.log'})" if folder else ""
         raise CompactHydraException(f"error: {error}{where}") from error
+    except BaseException:
+        log.debug("failed", exc_info=True)
+        raise
+
+
+_jobs = itertools.count()  # of this process: the processes of a job count alike
+
+
+def _rank() -> str:
+    return os.environ.get("RANK", "0")
 
 
 @contextlib.contextmanager
 def entry(schema: type) -> Iterator[None]:
-    """Around a command: where Hydra ends it with an error, say what a misspelt setting may have meant."""
+    """Around a command: where Hydra ends it with an error, say what a misspelt setting may have meant.
+
+    What Hydra says in the other processes of a job is kept back, and shown only where the first does not say it too.
+    """
     logging.raiseExceptions = False  # a full disk is told once, not at every line of the log
     # Launchers that start processes of their own, such as submitit's, find the modules of this checkout.
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(CONFIGS.parent), os.environ.get("PYTHONPATH"))))
+    held = io.StringIO()
     try:
-        yield
+        with contextlib.nullcontext() if _rank() == "0" else contextlib.redirect_stderr(held):
+            yield
     except SystemExit as end:
-        if end.code:
-            for line in meant(sys.argv[1:], schema):
-                print(line, file=sys.stderr)
+        # Hydra leaves after the error that it reports; others who leave with a status have said all there is.
+        if end.code and not end.__suppress_context__:
+            common = all_meet(str(end.__context__), "end")
+            if _rank() == "0" or not common:
+                print(held.getvalue(), end="", file=sys.stderr)
+                for line in meant(sys.argv[1:], schema):
+                    print(line, file=sys.stderr)
         raise
 
 
