@@ -106,7 +106,7 @@ class Job:
         }
 
     def score(self, model: GPT, losses: np.ndarray, **how: Any) -> None:
-        """Fill in what is missing of `losses`, float64 (windows,), which new_losses(self.plan) begins. how: as score."""
+        """Fill in what is missing of `losses`, float64 (windows,), as new_losses(self.plan) begins. how: see score."""
         score(model, self.files.val, self.plan, losses, **how)
 
     def measurements(self, losses: np.ndarray, about: dict, seed: int = 0, key: str = "") -> list[Measurement]:

@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import os
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -140,7 +141,10 @@ def all_jobs() -> Iterator[None]:
 
 def is_lost(error: BaseException) -> bool:
     """Whether torch.distributed cannot reach another process. gloo's errors have no type of their own."""
-    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo/" in str(error))
+    words = r"gloo/.*(connection|timed out|broken pipe)"
+    return isinstance(error, dist.DistError) or (
+        isinstance(error, RuntimeError) and re.search(words, str(error), re.I) is not None
+    )
 
 
 def all_meet(error: str, stage: str) -> bool:
