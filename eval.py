@@ -533,14 +533,14 @@ TASKS = {"measure": evaluate_runs, "sample": sample_text}
 
 @hydra.main(version_base="1.3", config_path="configs", config_name="eval")
 def main(config: DictConfig) -> None:
-    with runs.clear_errors():
+    with runs.clear_errors(), runs.Stop():
         if config.task not in TASKS:
             raise ValueError(f"task={config.task!r}: use {' or '.join(TASKS)}")
         try:
             TASKS[config.task](config, runs.join_processes(config.device))
-        except KeyboardInterrupt:
+        except KeyboardInterrupt as error:  # Stopped is one
             log.warning("interrupted; what was measured is kept, and the same command goes on from there")
-            raise SystemExit(130) from None
+            raise SystemExit(getattr(error, "status", 130)) from None
 
 
 if __name__ == "__main__":

@@ -13,7 +13,9 @@ from data import get_tokenizer
 from eval import default_lengths
 from measure import results, store
 from model import GPT
-from tests.trained import TINY, measure, run
+from model.checkpoint import mark_best
+from runs import Ranks
+from tests.trained import TINY, composed, measure, metrics, run
 
 
 def test_evaluation_takes_the_latest_run_and_agrees_with_training(corpus, tmp_path, capsys):
@@ -283,3 +285,37 @@ def test_a_config_with_interpolations_is_not_read(two_runs, tmp_path):
 def test_default_lengths():
     assert default_lengths(256) == [256, 320, 384, 512, 1024]
     assert default_lengths(1) == [1, 2, 4]
+
+
+def test_which_checkpoint_is_measured(corpus, tmp_path):
+    """The best is known from validation; here it is made to be another one than the last."""
+    run(tmp_path / "run", *TINY, *corpus, "train.eval_every=2")
+    mark_best(tmp_path / "run", 2, 1.0)
+    settings = [f"runs={tmp_path / 'run'}", "lengths=[16]", "precision=fp32", f"out={tmp_path / 'out'}"]
+    found = {}
+    for which in ("last", "best", 2, 4):
+        (result,) = measure(*settings, f"checkpoint={which}")
+        found[which] = result["checkpoint"], result["rows"]
+    assert found["last"] == found[4] == ("step_000004", found[4][1])
+    assert found["best"] == found[2] == ("step_000002", found[2][1])
+    assert found[2][1] != found[4][1]
+    step = lambda row: row["step"] == 2 and "val/loss" in row  # noqa: E731
+    (validated,) = [row["val/loss"] for row in metrics(tmp_path / "run") if step(row)]
+    (result,) = measure(*settings, "checkpoint=2", "max_targets=64", "stride=8", "lengths=[16,20,24,32,64]")
+    assert result["rows"][0]["nll"] == pytest.approx(validated, abs=1e-6)
+    for which, words in ((3, "checkpoint=3: .* but those of 2, 4"), ("first", "checkpoint='first': use last, best")):
+        with pytest.raises((ValueError, FileNotFoundError), match=words):
+            measure(*settings, f"checkpoint={which}")
+    (tmp_path / "run" / "checkpoint" / "best.json").unlink()
+    with pytest.raises(FileNotFoundError, match="best checkpoint is not known"):
+        measure(*settings, "checkpoint=best")
+    path = tmp_path / "run" / "checkpoint" / "step_000002.safetensors"
+    path.write_bytes(path.read_bytes()[:-4] + b"ABCD")
+    with pytest.raises(ValueError, match=r"step_000002\.safetensors: is damaged"):
+        measure(*settings, "checkpoint=2")
+
+
+def test_a_text_is_decoded_by_one_process():
+    config = composed("task=sample", name="eval", schema=eval_module.EvalConfig)
+    with pytest.raises(ValueError, match="without torchrun"):
+        eval_module.sample_text(config, Ranks(rank=0, world_size=2))
