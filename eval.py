@@ -147,11 +147,11 @@ def chosen_checkpoint(run: Path, which: str | int) -> Path:
 
 def read_runs(config: DictConfig, ranks: runs.Ranks) -> list[Run]:
     """All runs of the configuration. ValueErrors and FileNotFoundErrors name the folder or file that is wrong."""
-    with ranks.together():
-        chosen = []
-        if ranks.first:  # a run that is still training may have others a moment later
-            chosen = [(folder, chosen_checkpoint(folder, config.checkpoint)) for folder in _folders(config)]
-    read = [(folder, *runs.read_run(folder), path) for folder, path in ranks.share(chosen)]
+    # The first process chooses: a moment later another run may be the latest, and another checkpoint a run's last.
+    folders = ranks.share(_folders(config) if ranks.first else None)
+    settings_of = [runs.read_run(folder) for folder in folders]
+    paths = ranks.share([chosen_checkpoint(folder, config.checkpoint) for folder in folders] if ranks.first else None)
+    read = [(folder, *of_run, path) for folder, of_run, path in zip(folders, settings_of, paths, strict=True)]
     configs = [read_config(path) for *_, path in read]
     for *_, path in read:
         load_weights(path)  # a damaged one must be known before hours of measuring

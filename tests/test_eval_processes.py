@@ -208,7 +208,7 @@ def test_any_number_of_processes_finds_what_one_finds(processes, alone, corpus, 
 
 def test_an_error_is_said_once_and_one_that_only_one_process_has_names_it(tmp_path):
     for settings, words in (
-        (["runs=nowhere"], "error: nowhere: no such run folder"),
+        (["runs=nowhere"], "error: nowhere: not a run folder"),
         (["protocl=both"], "protocl=both: did you mean protocol?"),
     ):
         done = command("eval.py", *settings, cwd=tmp_path, launcher=(*TORCHRUN, "2"))
