@@ -280,7 +280,10 @@ def measure_all(tasks: list[ScaledRun], device: torch.device, precision: str, ra
     with ranks.together():
         names = [task.losses.path.name for task in tasks]
         if ranks.share(names) != names:
-            raise ValueError("weights, data, program or torch are other ones here than in the first process")
+            raise ValueError(
+                "its weights, data, program, torch, device or precision are not those of the first process; "
+                "numbers from both would not be one measurement"
+            )
     for task in tasks:
         task.losses.values = ranks.summed(task.losses.values if ranks.first else np.zeros_like(task.losses.values))
     open_tasks = [task for task in tasks if not task.losses.complete]

@@ -4,11 +4,12 @@ import contextlib
 import logging
 import os
 import re
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -18,7 +19,7 @@ from runs.devices import pick_device
 
 PATIENCE = timedelta(hours=6)  # while the first process tokenises a corpus or writes a report
 SILENCE = timedelta(minutes=10)  # between processes that compute about the same
-AGREEMENT = timedelta(seconds=5)  # between processes that meet the same error
+AGREEMENT = timedelta(seconds=15)  # between processes that meet the same error
 
 LOST = "another process of this job has died or stopped talking; see what was printed above"
 
@@ -134,6 +135,10 @@ def all_jobs() -> Iterator[None]:
         yield
         if dist.is_initialized():
             dist.barrier(_patient())
+    except RuntimeError as error:
+        if not is_lost(error):
+            raise
+        leave_lost("end")
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -147,6 +152,17 @@ def is_lost(error: BaseException) -> bool:
     )
 
 
+def leave_lost(stage: str) -> NoReturn:
+    """End this process where another one is lost; the first to do so says it for all. stage: as in all_meet."""
+    try:
+        first = _board(stage).add(LOST, 1) == 1
+    except (KeyError, dist.DistError):
+        first = True
+    if first:
+        print(f"error in process {os.environ.get('RANK', 0)}: {LOST}", file=sys.__stderr__, flush=True)
+    raise SystemExit(1) from None
+
+
 def all_meet(error: str, stage: str) -> bool:
     """Whether every process of the job meets this error, within moments; stage: a word for where they are."""
     with contextlib.suppress(ValueError):
@@ -158,14 +174,6 @@ def all_meet(error: str, stage: str) -> bool:
             except (KeyError, dist.DistError):
                 return False
     return True
-
-
-def says_it_first(error: str, stage: str) -> bool:
-    """Whether no other process of the job has asked this before."""
-    try:
-        return _board(stage).add(error, 1) == 1
-    except (KeyError, dist.DistError):
-        return True
 
 
 def _board(stage: str) -> dist.Store:

@@ -22,7 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from data import DataConfig
 from runs.folder import run_dir
-from runs.processes import LOST, all_meet, is_lost, says_it_first
+from runs.processes import all_meet, is_lost, leave_lost
 
 log = logging.getLogger("ropewalk")
 
@@ -164,12 +164,13 @@ def clear_errors(folder: Path | None = None) -> Iterator[None]:
         yield
     except Exception as error:
         log.debug("failed", exc_info=True)
-        lost, mendable = is_lost(error), isinstance(error, (ValueError, OSError))
+        if is_lost(error):
+            leave_lost(stage)
+        mendable = isinstance(error, (ValueError, OSError))
         where = f"\n(traceback in {folder / 'train.log'})" if folder and _rank() == "0" else ""
-        if lost or not all_meet(str(error), stage):
-            if not lost or says_it_first(LOST, stage):
-                text = LOST if lost else str(error) if mendable else traceback.format_exc()
-                print(f"error in process {_rank()}: {text}{where}", file=sys.__stderr__, flush=True)
+        if not all_meet(str(error), stage):
+            text = str(error) if mendable else traceback.format_exc()
+            print(f"error in process {_rank()}: {text}{where}", file=sys.__stderr__, flush=True)
             raise SystemExit(1) from None
         if not mendable:
             raise

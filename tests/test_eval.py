@@ -98,24 +98,44 @@ def test_evaluation_refuses_and_writes_nothing(settings, words, two_runs):
     assert {path: path.stat().st_mtime_ns for path in two_runs.rglob("*")} == before
 
 
-@pytest.mark.parametrize("damage", ["missing", "cut short", "not one at all", "of another model"])
-def test_a_damaged_checkpoint_is_named_before_anything_is_measured(damage, two_runs, tmp_path):
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        ("missing", "holds no checkpoint"),
+        ("cut short", r"step_\d+\.safetensors: is damaged"),
+        ("not one at all", r"step_\d+\.safetensors: not a whole checkpoint"),
+        ("of another model", r"step_\d+\.safetensors: not a whole checkpoint"),
+    ],
+)
+def test_a_run_without_a_whole_checkpoint_is_named_before_anything_is_measured(damage, words, two_runs, tmp_path):
     shutil.copytree(two_runs / "rope", tmp_path / "copy")
-    (path,) = (tmp_path / "copy" / "checkpoint").glob("*.safetensors")
-    if damage == "missing":
-        path.unlink()
-    elif damage == "cut short":
-        path.write_bytes(path.read_bytes()[:-100])
-    elif damage == "not one at all":
-        path.write_bytes(b"weights")
-    else:
-        header = path.read_bytes()
-        size = int.from_bytes(header[:8], "little")
-        path.write_bytes(header[: 8 + size].replace(b"blocks.0", b"blocks.1") + header[8 + size :])
+    paths = sorted((tmp_path / "copy" / "checkpoint").glob("*.safetensors"))
+    for path in paths:
+        if damage != "cut short":
+            path.with_suffix(".sha256").unlink()  # else it is known that they are not what was written
+        if damage == "missing":
+            path.unlink()
+        elif damage == "cut short":
+            path.write_bytes(path.read_bytes()[:-100])
+        elif damage == "not one at all":
+            path.write_bytes(b"weights")
+        else:
+            header = path.read_bytes()
+            size = int.from_bytes(header[:8], "little")
+            path.write_bytes(header[: 8 + size].replace(b"blocks.0", b"blocks.1") + header[8 + size :])
     out = tmp_path / "out"
-    with pytest.raises((ValueError, FileNotFoundError), match=r"holds no checkpoint|not a whole checkpoint"):
+    with pytest.raises((ValueError, FileNotFoundError), match=words):
         measure(f"runs=[{two_runs / 'learned'},{tmp_path / 'copy'}]", f"out={out}")
     assert not out.exists()
+
+
+def test_of_a_damaged_last_checkpoint_the_one_before_is_measured(two_runs, tmp_path, caplog):
+    shutil.copytree(two_runs / "rope", tmp_path / "copy")
+    (path,) = (tmp_path / "copy" / "checkpoint").glob("step_000004.safetensors")
+    path.write_bytes(path.read_bytes()[:-4] + b"ABCD")
+    (result,) = measure(f"runs={tmp_path / 'copy'}", "lengths=[16]")
+    assert result["checkpoint"] == "step_000002"
+    assert "step_000004.safetensors: is damaged" in caplog.text
 
 
 @pytest.mark.parametrize("change", [{"pos": {"name": "none"}}, {"model": {"train_length": 99}}, {"scaling": {"a": 1}}])

@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
@@ -92,6 +93,10 @@ def work(folder: Path, ranks: runs.Ranks) -> None:
     assert bool(found) == ranks.first
     assert not (folder / f"kept{ranks.rank}").exists() or ranks.rank < 2
     (folder / f"measured{ranks.rank}.json").write_text(json.dumps([len(passes), found]))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(store, "source_digest", lambda: f"program of {ranks.rank}")
+        with pytest.raises(JobError, match="process 1: its weights, data, program"):
+            eval_module.evaluate_runs(composed(*settings, name="eval", schema=eval_module.EvalConfig), ranks)
 
     config = composed(*json.loads((folder / "train.json").read_text()))
     nll = Trainer(config, runs.check_settings(config, ranks), folder / "still", ranks).train()
@@ -274,5 +279,6 @@ if __name__ == "__main__":
         runpy.run_path(str(REPOSITORY / "eval.py"), run_name="__main__")
     else:
         with all_jobs():
+            runs.processes.AGREEMENT = timedelta(seconds=4)
             ranks = runs.join_processes("cpu")
             work(Path(sys.argv[1]), ranks) if what == "work" else fail_alone(ranks)
