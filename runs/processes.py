@@ -141,6 +141,7 @@ def all_jobs() -> Iterator[None]:
         leave_lost("end")
     finally:
         if dist.is_initialized():
+            _patient.cache_clear()  # what still refers to it would keep its threads
             dist.destroy_process_group()
 
 
