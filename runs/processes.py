@@ -5,6 +5,7 @@ import logging
 import os
 import re
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -171,7 +172,12 @@ def all_meet(error: str, stage: str) -> bool:
             try:
                 board = _board(stage)
                 board.set(str(ranks.rank), error)
-                return all(board.get(str(rank)).decode() == error for rank in range(ranks.world_size))
+                everyone, end = list(map(str, range(ranks.world_size))), time.monotonic() + AGREEMENT.total_seconds()
+                while not board.check(everyone):  # waiting in the store itself ends in warnings
+                    if time.monotonic() > end:
+                        return False
+                    time.sleep(0.1)
+                return all(board.get(rank).decode() == error for rank in everyone)
             except (KeyError, dist.DistError):
                 return False
     return True
