@@ -203,8 +203,8 @@ def entry(schema: type) -> Iterator[None]:
     except SystemExit as end:
         # Hydra leaves after the error that it reports; others who leave with a status have said all there is.
         if end.code and not end.__suppress_context__:
-            common = all_meet(str(end.__context__), "end")
-            if _rank() == "0" or not common:
+            error = end.__context__
+            if not all_meet(str(getattr(error, "__cause__", None) or error), "end") or _rank() == "0":
                 print(held.getvalue(), end="", file=sys.stderr)
                 for line in meant(sys.argv[1:], schema):
                     print(line, file=sys.stderr)

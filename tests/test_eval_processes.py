@@ -212,11 +212,11 @@ def test_any_number_of_processes_finds_what_one_finds(processes, alone, corpus, 
 
 
 def test_an_error_is_said_once_and_one_that_only_one_process_has_names_it(tmp_path):
-    for settings, words in (
-        (["runs=nowhere"], "error: nowhere: not a run folder"),
-        (["protocl=both"], "protocl=both: did you mean protocol?"),
+    for script, setting, words in (
+        ("eval.py", "runs=nowhere", "error: nowhere: not a run folder"),
+        ("train.py", "seed=-1", "error: seed=-1: must be at least 0"),
     ):
-        done = command("eval.py", *settings, cwd=tmp_path, launcher=(*TORCHRUN, "2"))
+        done = command(script, setting, "device=cpu", cwd=tmp_path, launcher=(*TORCHRUN, "2"))
         assert done.returncode == 1
         ours, torchruns, _ = done.stderr.partition("torch/distributed/elastic")
         assert torchruns
