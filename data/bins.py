@@ -6,16 +6,17 @@ number, a version, the number of ids, and zeros. Which split a file belongs to i
 """
 
 import hashlib
+import os
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from tqdm import tqdm
 
-from data.corpora import DataConfig, files_of
+from data.corpora import DataConfig, files_of, readable
 from data.tokenizers import END_OF_DOCUMENT, Tokenizer
 
 IDS = np.dtype("<u2")
@@ -85,8 +86,8 @@ def find_borders(folder: Path, config: DataConfig, tokenizer: Tokenizer, say: Ca
     A document is what ends with the tokenizer's end-of-document id, which is also where one begins in files that have
     that id first. Raises ValueError, naming the file, where it is damaged or an id is outside the vocabulary.
     """
-    shards = _shards(config)
-    about: dict[str, Any] = {"dtype": IDS.name, "tokens": {}, "documents": {}, "shards": {}}
+    shards = shards_of(config)
+    about: dict[str, Any] = {"dtype": IDS.name, "tokens": {}, "documents": {}}
     content = hashlib.sha256()
     total = sum(shard.count for found in shards.values() for shard in found)
     with tqdm(total=total, unit=" tokens", unit_scale=True, leave=False, disable=None) as bar:
@@ -103,16 +104,19 @@ def find_borders(folder: Path, config: DataConfig, tokenizer: Tokenizer, say: Ca
                 end = f"{END_OF_DOCUMENT} (id {tokenizer.end_of_document})"
                 say(f"data={config.name}: no {end} in the {split} split, so it is one document")
             ends = ends[(ends != 1) & (ends != count)]  # one that stands first ends nothing
-            np.concatenate(([0], ends, [count]), dtype=np.int64).tofile(folder / f"{split}.offsets")
+            (folder / f"{split}.offsets").write_bytes(np.concatenate(([0], ends, [count]), dtype=np.int64))
             about["tokens"][split], about["documents"][split] = count, len(ends) + 1
-            about["shards"][split] = [astuple(shard) for shard in found]
     return {**about, "fingerprint": content.hexdigest()[:16]}
 
 
 def _read(shards: list[Shard], tokenizer: Tokenizer) -> Iterator[np.ndarray]:
     for shard in shards:
         for at in range(0, shard.count, READ):
-            ids = np.fromfile(shard.path, IDS, min(READ, shard.count - at), offset=shard.skipped + at * IDS.itemsize)
+            count = min(READ, shard.count - at)
+            with readable(Path(shard.path)):
+                ids = np.fromfile(shard.path, IDS, count, offset=shard.skipped + at * IDS.itemsize)
+            if len(ids) != count:
+                raise ValueError(f"data.path: {shard.path} became shorter while it was read; start again")
             if (largest := ids.max()) >= tokenizer.vocab_size:
                 raise ValueError(
                     f"data.path: {shard.path} has id {largest} at place {at + ids.argmax()}, outside the "
@@ -122,7 +126,8 @@ def _read(shards: list[Shard], tokenizer: Tokenizer) -> Iterator[np.ndarray]:
             yield ids
 
 
-def _shards(config: DataConfig) -> dict[str, list[Shard]]:
+def shards_of(config: DataConfig) -> dict[str, list[Shard]]:
+    """The files of each split, by their names and headers. ValueError, naming the file, for one of no use."""
     shards: dict[str, list[Shard]] = {"train": [], "val": []}
     for path in files_of(config):
         if path.with_name("meta.pkl").exists():
@@ -141,8 +146,8 @@ def _shards(config: DataConfig) -> dict[str, list[Shard]]:
 
 
 def _shard(path: Path) -> Shard:
-    size = path.stat().st_size
-    with open(path, "rb") as file:
+    with readable(path), open(path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
         header = np.frombuffer(file.read(HEADER)[: size // 4 * 4], "<i4")
     magic = int(header[0]) if len(header) else None
     if magic in OTHER_MAGICS:

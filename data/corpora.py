@@ -1,21 +1,25 @@
-"""Corpora: where documents come from. Tables, here or on the hub, are read by the `datasets` library.
+"""Corpora: where documents come from. Data sets of the hub are read by the `datasets` library.
 
 A corpus yields documents, as (split, blocks): split is "train" or "val" where the publisher has split it, else None;
 blocks are the document's text, in order. A row is one block. A text file comes in many, since it may be longer than
-the memory (`datasets` reads it whole).
+the memory.
 """
 
 import contextlib
 import glob
 import hashlib
+import json
+import os
 import platform
 import re
 import sysconfig
-from collections.abc import Iterable, Iterator
+import traceback
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import fsspec
 
@@ -59,6 +63,7 @@ class DataConfig:
         if self.kind != "stdlib" and not self.path:
             example = {"files": "'texts/*.txt'", "hub": "owner/name", "bin": "<folder of .bin files>"}[self.kind]
             raise ValueError(f"data.path is missing: data={self.name} needs it, e.g. data.path={example}")
+        self._check_paths()
         if not 0 < self.val_fraction < 1:
             raise ValueError(f"data.val_fraction={self.val_fraction}: must be above 0 and below 1")
         if self.max_documents is not None and self.max_documents < 1:
@@ -73,10 +78,29 @@ class DataConfig:
                 "streaming has more text than fits on the disk"
             )
 
+    def _check_paths(self) -> None:
+        if self.kind == "stdlib":
+            paths = []
+        elif self.kind == "hub" or isinstance(self.path, str | Path) or not isinstance(self.path, Sequence):
+            paths = [self.path]
+        else:
+            paths = list(self.path)
+        for key, path in [*(("path", path) for path in paths), ("cache", self.cache)]:
+            if not isinstance(path, str | Path) or not str(path):
+                several = "" if key == "cache" or self.kind == "hub" else ", or a list of such"
+                raise ValueError(f"data.{key}: must be a text that is not empty{several}; found {path!r}")
+            if url := re.search(r"([A-Za-z][\w+.-]*)://", str(path)):  # of which no more is said: it may hold secrets
+                raise ValueError(
+                    f"data.{key} is a URL ({url[1]}://…), and these are not read, so that no password or signature in "
+                    "one ends in a run's files: get the file first (curl, aws s3 cp and the like find credentials in "
+                    "~/.netrc or the environment) and give its local path, or for a data set of the hub data=hub "
+                    "data.path=owner/name (with HF_TOKEN in the environment, where it needs one)"
+                )
+
 
 def absolute(config: DataConfig) -> DataConfig:
     """With local paths that hold in any working directory: a run is read again from elsewhere."""
-    place = lambda path: str(Path(str(path)).expanduser().absolute())  # noqa: E731
+    place = lambda path: str(Path(os.path.expanduser(path)).absolute())  # noqa: E731
     path = config.path
     if config.kind in ("files", "bin"):
         path = place(path) if isinstance(path, str | Path) else [place(one) for one in path]
@@ -97,12 +121,13 @@ def identity(config: DataConfig) -> dict:
         return {**shared, "source": source}
     stats = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files_of(config)]
     if config.kind == "bin":
-        stats = [(*stat, _sampled(Path(stat[0]), stat[1])) for stat in stats]
+        stats = [(*stat, sampled(Path(stat[0]))) for stat in stats]
     return {**shared, "source": stats}
 
 
-def _sampled(path: Path, size: int, samples: int = 64, width: int = 4096) -> str:
-    digest = hashlib.blake2b(digest_size=16)
+def sampled(path: Path, samples: int = 64, width: int = 4096) -> str:
+    """Hash of so many pieces of a file, in bytes `width` each; of all of it, where it is not longer than they are."""
+    digest, size = hashlib.blake2b(digest_size=16), path.stat().st_size
     with open(path, "rb") as file:
         for i in range(samples):
             file.seek(max(0, size - width) * i // (samples - 1))
@@ -145,9 +170,9 @@ def _stdlib_files() -> list[Path]:
 
 
 def _user_files(path: Any, endings: tuple[str, ...], folders: bool) -> list[Path]:
-    files: list[Path] = []
+    files: dict[Path, None] = {}  # each once, and in order
     for pattern in [path] if isinstance(path, str | Path) else list(path):
-        pattern = str(Path(str(pattern)).expanduser())
+        pattern = os.path.expanduser(pattern)
         if Path(pattern).is_dir():
             if not folders:
                 raise ValueError(f"data.path={pattern!r}: is a folder; say which files, e.g. '{pattern}/*.txt'")
@@ -156,54 +181,79 @@ def _user_files(path: Any, endings: tuple[str, ...], folders: bool) -> list[Path
         found = [Path(name).absolute() for name in found if Path(name).is_file()]
         if not found:
             raise ValueError(f"data.path={pattern!r}: no such file, and no file matches it")
-        files += [name for name in found if name not in files]
+        files |= dict.fromkeys(found)
     for file in files:
         if not file.name.endswith(endings):
             raise ValueError(f"data.path: {file} is none of {', '.join(endings)}")
-    return files
+    return list(files)
 
 
 BIN = (".bin",)
-# how a file is read, by its ending; what is not "text" is a reader of datasets
-READERS = {
-    name + packed: reader
-    for name, reader in ((".txt", "text"), (".py", "text"), (".jsonl", "json"))
-    for packed in ("", ".gz", ".zst")
-} | {".parquet": "parquet"}  # which compresses for itself
 
 
 def _read_files(files: list[Path], column: str) -> Iterator[Iterable[str]]:
     """In the order given. Text files are whole documents; of the others each may have columns of its own."""
     for file in files:
-        reader = next(reader for ending, reader in READERS.items() if file.name.endswith(ending))
-        if reader == "text":
+        rows = next(rows for ending, rows in READERS.items() if file.name.endswith(ending))
+        if rows is None:
             yield _blocks(file)
         else:
-            yield from ([_text(row, column, str(file))] for row in _rows(reader, file))
+            yield from ([_text(row, column, where)] for where, row in rows(file, column))
+
+
+def _open(file: Path) -> TextIO:
+    return fsspec.filesystem("file").open(file, "rt", encoding="utf-8-sig", compression="infer")
 
 
 def _blocks(file: Path) -> Iterator[str]:
     """A text file, packed or not, block by block, its ends of lines as line feeds."""
-    with _readable(file), fsspec.filesystem("file").open(file, "rt", encoding="utf-8-sig", compression="infer") as text:
+    with readable(file), _open(file) as text:
         while block := text.read(BLOCK):
             yield block
 
 
-def _rows(reader: str, file: Path) -> Iterator[dict]:
-    import datasets
+def _json_rows(file: Path, column: str) -> Iterator[tuple[str, dict]]:
+    """Not by `datasets`: where a column holds a number, too, that gives the texts around it as JSON, with quotes."""
+    with readable(file), _open(file) as text:
+        for number, line in enumerate(text, 1):
+            if line.strip():
+                try:
+                    row = json.loads(line)
+                except (ValueError, RecursionError) as error:
+                    raise ValueError(f"line {number}: {getattr(error, 'msg', error)}") from error
+                if not isinstance(row, dict):
+                    raise ValueError(f"line {number}: no JSON object")
+                yield f"{file}, line {number},", row
 
-    datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False  # a user's own files are nothing to report to the hub
-    with _readable(file):
-        yield from datasets.load_dataset(reader, data_files=[glob.escape(str(file))], split="train", streaming=True)
+
+def _parquet_rows(file: Path, column: str) -> Iterator[tuple[str, dict]]:
+    import pyarrow.parquet
+
+    with readable(file), open(file, "rb") as raw:
+        table = pyarrow.parquet.ParquetFile(raw)
+        names = table.schema_arrow.names
+        if column not in names:
+            yield str(file), dict.fromkeys(names)  # which says what there is
+        for batch in table.iter_batches(batch_size=1024, columns=[column]):
+            yield from ((str(file), row) for row in batch.to_pylist())
+
+
+# how the rows of a file are read, by its ending; text has none, and parquet compresses for itself
+READERS = {
+    name + packed: rows
+    for name, rows in ((".txt", None), (".py", None), (".jsonl", _json_rows))
+    for packed in ("", ".gz", ".zst")
+} | {".parquet": _parquet_rows}
 
 
 @contextlib.contextmanager
-def _readable(file: Path) -> Iterator[None]:
+def readable(file: Path) -> Iterator[None]:
+    """Around reading a file: whatever fails becomes a ValueError that names it."""
     try:
         yield
     except UnicodeDecodeError as error:
         raise ValueError(f"data.path: {file} is not UTF-8 text ({error.reason}); convert it") from error
-    except Exception as error:  # datasets, pyarrow and the decompressors raise whatever the damage happens to trigger
+    except Exception as error:  # pyarrow and the decompressors raise whatever the damage happens to trigger
         hint = "; pip install backports.zstd" if "zstd not supported" in str(error) else ""
         raise ValueError(f"data.path: could not read {file} ({error}){hint}") from error
 
@@ -213,6 +263,10 @@ def _text(row: dict, column: str, where: str) -> str:
         raise ValueError(f"data.column={column!r}: {where} has the columns {', '.join(row)}")
     if not isinstance(row[column], str):
         raise ValueError(f"data.column={column!r}: {where} holds {type(row[column]).__name__} there, not text")
+    try:
+        row[column].encode()
+    except UnicodeEncodeError as error:  # JSON can hold one
+        raise ValueError(f"data.column={column!r}: {where} holds half a surrogate pair, which is no text") from error
     return row[column]
 
 
@@ -230,16 +284,27 @@ def _hub(config: DataConfig) -> Iterator[tuple[str | None, list[str]]]:
 def _hub_rows(config: DataConfig, split: str) -> Iterator[dict]:
     import datasets
 
-    options = {"revision": config.revision, "split": split, "streaming": config.streaming}
+    load = partial(datasets.load_dataset_builder, config.path, config.subset, revision=config.revision)
     try:
-        yield from datasets.load_dataset(config.path, config.subset, **options)
+        builder = load()
+        if hasattr(builder.config, "on_mixed_types"):  # JSON: see _json_rows; what is not "use_json" is an error
+            builder = load(on_mixed_types="refuse")
+        if config.streaming:
+            yield from builder.as_streaming_dataset(split)
+        else:
+            builder.download_and_prepare()
+            yield from builder.as_dataset(split)
     except Exception as error:  # what a connection that breaks, or a set that is not there, happens to trigger
+        told = "".join(traceback.format_exception(error))
         raise ValueError(
-            f"data={config.name}: could not read {config.path} from the Hugging Face hub ({error}). Its settings are "
-            "data.path, data.subset, data.revision, data.train_split and data.val_split; the corpora stdlib and files "
-            "need no network"
-        ) from error
+            f"data={config.name}: could not read {config.path} from the Hugging Face hub "
+            f"({_SECRETS.sub('…', str(error))}). Its settings are data.path, data.subset, data.revision, "
+            "data.train_split and data.val_split; the corpora stdlib and files need no network"
+        ) from (None if _SECRETS.search(told) else error)  # a run's log has the traceback, with all messages
 
+
+# of a URL in a message: user and password, and what signs it
+_SECRETS = re.compile(r"(?<=://)[^\s/@'\"]+@|(?<=\?)[\w.-]+=[^\s'\"<>)]*")
 
 _TITLE = re.compile(r" = [^=].*[^=] = \n?| = [^=] = \n?")
 

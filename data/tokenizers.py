@@ -1,5 +1,6 @@
 """Tokenizers, all of them tiktoken encodings: raw bytes, GPT-2's, or any other that tiktoken knows by name."""
 
+import contextlib
 import hashlib
 import importlib.metadata
 import os
@@ -24,7 +25,10 @@ GPT2_SHA256 = {
 
 
 class Tokenizer:
-    """Text to ids and back. Text is only ever text: `<|endoftext|>` in it does not become the special token."""
+    """Text to ids and back. Text is only ever text: `<|endoftext|>` in it does not become the special token.
+
+    `decode` gives back what was encoded; half a surrogate pair, which is no text, comes back as U+FFFD.
+    """
 
     def __init__(self, encoding: tiktoken.Encoding):
         if END_OF_DOCUMENT not in encoding.special_tokens_set:
@@ -54,21 +58,32 @@ class Tokenizer:
             return np.array(self._encoding.encode_ordinary(text), dtype=np.uint32)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids; bytes that are no UTF-8 become U+FFFD."""
-        return self._encoding.decode(list(ids))
+        """The text of ids; bytes that are no UTF-8 become U+FFFD, ids that a vocabulary leaves unused become nothing.
+
+        ValueError for ids outside the vocabulary.
+        """
+        ids = [int(token_id) for token_id in ids]
+        if outside := [token_id for token_id in ids if not 0 <= token_id < self.vocab_size]:
+            raise ValueError(f"id {outside[0]} is outside the {self.vocab_size} ids of tokenizer {self.name}")
+        return self._encoding.decode([token_id for token_id in ids if token_id not in self._unused])
 
     @cached_property
     def bytes_per_token(self) -> np.ndarray:
         """How many bytes of text each id stands for, int64 (vocab_size,); 0 for special tokens and unused ids."""
         lengths = np.zeros(self.vocab_size, dtype=np.int64)
-        special = {self._encoding.encode_single_token(token) for token in self._encoding.special_tokens_set}
         for token_id in range(self.vocab_size):
-            if token_id not in special:
-                try:
-                    lengths[token_id] = len(self._encoding.decode_single_token_bytes(token_id))
-                except KeyError:  # some vocabularies have gaps
-                    continue
+            with contextlib.suppress(KeyError):  # some vocabularies have gaps
+                lengths[token_id] = len(self._encoding.decode_single_token_bytes(token_id))
+        lengths[self._special] = 0
         return lengths
+
+    @property
+    def _special(self) -> list[int]:
+        return [self._encoding.encode_single_token(token) for token in self._encoding.special_tokens_set]
+
+    @cached_property
+    def _unused(self) -> frozenset[int]:
+        return frozenset(np.flatnonzero(self.bytes_per_token == 0).tolist()) - {*self._special}
 
 
 def get_tokenizer(name: str, vocab_size: int | None = None) -> Tokenizer:
@@ -138,22 +153,27 @@ def _installed_gpt2() -> tiktoken.Encoding | None:
 
 
 # Where any of tiktoken's patterns ends a piece whatever surrounds it: what is not a space never has a space after it in
-# one piece, and a letter or digit has no line feed after it (a full stop may have).
-_BORDER = re.compile(r"(?<=\S)(?= )|(?<=[^\W_])(?=\n)")
+# one piece; a letter or digit has no line feed after it (a full stop may have), nor a single one before it.
+_BORDER = re.compile(r"(?<=\S)(?= )|(?<=[^\W_])(?=\n)|(?<=\S\n)(?=[^\W_])")
 
 
-def parts(blocks: Iterable[str], size: int = 1 << 16) -> Iterator[str]:
+def parts(blocks: Iterable[str], size: int = 1 << 16, longest: int = 1 << 19) -> Iterator[str]:
     """A text of any length, given in blocks, in parts of about `size` characters, whose tokens are those of the whole.
 
-    A part is longer where there is no safe place to cut.
+    A part is longer where there is no safe place to cut. After `longest` characters without one it is cut all the same,
+    though the tokens at the cut may then be others: a line of 100 MB must not have to fit into the memory many times
+    over, and some of tiktoken's patterns fail at a million spaces.
     """
     text = ""
     for block in blocks:
         begin, at = 0, max(size, len(text))
         text += block
-        while border := _BORDER.search(text, at):
-            yield text[begin : border.start()]
-            begin = border.start()
-            at = begin + size
+        while True:
+            border = _BORDER.search(text, at, begin + longest + 1)
+            end = border.start() if border else begin + longest
+            if end >= len(text):
+                break
+            yield text[begin:end]
+            begin, at = end, end + size
         text = text[begin:]
     yield text

@@ -6,9 +6,11 @@ filled under a temporary name and renamed when complete: a folder of the right n
 elsewhere (data.kind=bin) it holds all but the ids.
 """
 
+import contextlib
 import hashlib
 import json
 import os
+import platform
 import re
 import shutil
 import time
@@ -24,9 +26,14 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from data.bins import Shard, find_borders, mapped
-from data.corpora import DataConfig, describe, documents, identity
+from data.bins import IDS, Shard, find_borders, mapped, shards_of
+from data.corpora import DataConfig, describe, documents, identity, sampled
 from data.tokenizers import Tokenizer, parts
+
+try:
+    import fcntl
+except ImportError:  # not a Unix: what a killed preparation leaves stays there
+    fcntl = None
 
 FORMAT = 1
 SPLITS = ("train", "val")
@@ -61,65 +68,154 @@ def smallest_dtype(vocab_size: int) -> np.dtype:
 def prepare(config: DataConfig, tokenizer: Tokenizer, say: Callable[[str], None] = print) -> TokenFiles:
     """The corpus' token files, made if they are not there yet.
 
-    Raises ValueError where the corpus cannot be read or split. Interrupted, it leaves nothing that is read later; run
-    twice at once, both do the work and the first to finish is kept.
+    Raises ValueError where the corpus cannot be read or split, or changes meanwhile, and OSError where the files cannot
+    be written. Interrupted, it leaves nothing that is read later; run twice at once, both do the work and the first to
+    finish is kept. What a killed one has left is removed by the next one of the same corpus and tokenizer.
     """
+    found = identity(config)
     split = {"val_fraction": config.val_fraction, "split_seed": config.split_seed}
-    key = {"format": FORMAT, "tokenizer": tokenizer.name, "corpus": identity(config), **split}
+    key = {"format": FORMAT, "tokenizer": tokenizer.name, "corpus": found, **split}
     digest = hashlib.sha256(json.dumps(key, sort_keys=True, default=list).encode()).hexdigest()[:16]
-    cache = Path(config.cache).expanduser()
+    cache = Path(os.path.expanduser(config.cache))
+    if str(cache).startswith("~"):
+        raise ValueError(f"data.cache={config.cache}: there is no such home; choose another folder with data.cache=")
     name = re.sub(r"\W", "_", config.name)
     folder = cache / f"{name}-{tokenizer.name}-{digest}"
-    if not folder.exists():
-        doing = "finding the documents in" if config.kind == "bin" else "tokenising"
-        say(f"{doing} {describe(config)} with {tokenizer.name} into {folder}")
-        cache.mkdir(parents=True, exist_ok=True)
-        temporary = cache / f".{folder.name}-{uuid.uuid4().hex}"
+    try:
+        if not folder.exists():
+            doing = "finding the documents in" if config.kind == "bin" else "tokenising"
+            say(f"{doing} {describe(config)} with {tokenizer.name} into {folder}")
+            cache.mkdir(parents=True, exist_ok=True)
+            with _filling(folder) as temporary:
+                if config.kind == "bin":
+                    meta = find_borders(temporary, config, tokenizer, say)
+                else:
+                    meta = _write(temporary, config, tokenizer, say)
+                if not _still(config, found):
+                    raise ValueError(f"{describe(config)} changed while it was read; start again")
+                about = {"format": FORMAT, "corpus": describe(config), "tokenizer": tokenizer.name}
+                about |= {"data": {key: value for key, value in asdict(config).items() if key != "cache"}}
+                about |= {"vocab_size": tokenizer.vocab_size, **meta}
+                made = [path for path in temporary.iterdir() if path.name.startswith(SPLITS)]
+                about |= {"sampled": {path.name: sampled(path) for path in made}}
+                (temporary / "tokens.json").write_text(json.dumps(about, indent=1, default=list), encoding="utf-8")
+    except OSError as error:
+        raise OSError(
+            f"data.cache={config.cache}: could not write token files into {folder} ({error}); make room there, or "
+            "choose another folder with data.cache=<folder>"
+        ) from error
+    return open_tokens(folder, config, tokenizer)
+
+
+def _still(config: DataConfig, found: dict) -> bool:
+    try:
+        return identity(config) == found
+    except (OSError, ValueError):  # a file has gone
+        return False
+
+
+@contextlib.contextmanager
+def _filling(folder: Path) -> Iterator[Path]:
+    """A temporary folder to fill, renamed to `folder` at the end, or removed where that is not reached.
+
+    It is locked meanwhile: one that is not was left by a process that was killed, and is removed first. (Only those of
+    this machine are, since not every shared file system tells other machines of its locks.)
+    """
+    machine = re.sub(r"\W", "_", platform.node())
+    leftover = re.compile(rf"\.{re.escape(folder.name[:-16])}[0-9a-f]{{16}}-{machine}-[0-9a-f]{{32}}")
+    for path in list(folder.parent.iterdir()):
+        if leftover.fullmatch(path.name):
+            with contextlib.suppress(OSError):
+                _remove(path, _lock(path))
+    for _ in range(100):
+        temporary = folder.with_name(f".{folder.name}-{machine}-{uuid.uuid4().hex}")
         temporary.mkdir()
         try:
-            if config.kind == "bin":
-                meta = find_borders(temporary, config, tokenizer, say)
-            else:
-                meta = _write(temporary, config, tokenizer, say)
-            about = {"format": FORMAT, "corpus": describe(config), "tokenizer": tokenizer.name}
-            about |= {"data": {key: value for key, value in asdict(config).items() if key != "cache"}}
-            about |= {"vocab_size": tokenizer.vocab_size, **meta}
-            (temporary / "tokens.json").write_text(json.dumps(about, indent=1, default=list), encoding="utf-8")
-            for path in temporary.iterdir():
-                with open(path, "rb+") as file:
-                    os.fsync(file.fileno())
-            try:
-                temporary.rename(folder)
-            except OSError:  # another preparation was faster: a folder that is not empty cannot be renamed onto
-                if not folder.exists():
-                    raise
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
-    return open_tokens(folder, tokenizer)
+            lock = _lock(temporary)
+            break
+        except (BlockingIOError, FileNotFoundError):  # taken for a leftover in this very moment
+            continue
+        except OSError:  # a file system without locks, where nothing is ever taken for a leftover
+            lock = None
+            break
+    try:
+        yield temporary
+        for path in temporary.iterdir():
+            with open(path, "rb+") as file:
+                os.fsync(file.fileno())
+        try:
+            temporary.rename(folder)
+            (folder / "lock").unlink(missing_ok=True)
+        except OSError:  # another preparation was faster: a folder that is not empty cannot be renamed onto
+            if not folder.exists():
+                raise
+    finally:
+        _remove(temporary, lock)
 
 
-def open_tokens(folder: Path, tokenizer: Tokenizer) -> TokenFiles:
-    """Map a folder's files. ValueError, naming the file, if one is damaged or the tokenizer is another."""
+def _lock(folder: Path) -> int:
+    """A descriptor that holds a temporary folder until it is closed. OSError where another does, or it is gone."""
+    if fcntl is None:
+        raise OSError("no locks")
+    lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not os.path.samestat(os.fstat(lock), os.stat(folder / "lock")):  # removed, and made again, by others
+            raise BlockingIOError
+    except OSError:
+        os.close(lock)
+        raise
+    return lock
+
+
+def _remove(folder: Path, lock: int | None) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    if lock is not None:
+        os.close(lock)
+        shutil.rmtree(folder, ignore_errors=True)  # NFS keeps a file, and so its folder, for as long as it is open
+
+
+def open_tokens(folder: Path, config: DataConfig, tokenizer: Tokenizer) -> TokenFiles:
+    """Map a folder's files. ValueError, naming the file, if one is damaged or the tokenizer is another.
+
+    Where ids lie that were made elsewhere is what the configuration says, never the folder.
+    """
     again = f"delete {folder} and it will be made anew"
+    elsewhere = config.kind == "bin"
     try:
         meta = json.loads((folder / "tokens.json").read_text(encoding="utf-8"))
-        dtype = np.dtype(meta["dtype"])
         found = (meta["tokenizer"], meta["vocab_size"])
-        counts = {split: (int(meta["tokens"][split]), int(meta["documents"][split])) for split in SPLITS}
-        own = {split: [(str(folder / f"{split}.bin"), 0, count)] for split, (count, _) in counts.items()}
-        shards = {split: [Shard(*shard) for shard in meta.get("shards", own)[split]] for split in SPLITS}
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        dtype, samples = meta["dtype"], meta.get("sampled", {})  # older files have no samples
+        counts = {split: (meta["tokens"][split], meta["documents"][split]) for split in SPLITS}
+        texts = {type(meta[key]) for key in ("tokenizer", "dtype", "corpus", "fingerprint")}
+        numbers = [meta["vocab_size"], *(number for pair in counts.values() for number in pair)]
+        if texts != {str} or {*map(type, numbers)} != {int} or min(numbers) < 1 or not isinstance(samples, dict):
+            raise ValueError("a value of the wrong kind")
+        if set(meta["tokens"]) | set(meta["documents"]) != {*SPLITS}:
+            raise ValueError("other splits than train and val")
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{folder / 'tokens.json'}: cannot be read ({error!r}); {again}") from error
     if found != (tokenizer.name, tokenizer.vocab_size):
         raise ValueError(
             f"{folder}: holds tokens of {found[0]} ({found[1]} ids), not {tokenizer.name} ({tokenizer.vocab_size})"
         )
-    arrays = []
+    expected = IDS if elsewhere else smallest_dtype(tokenizer.vocab_size)
+    if dtype != expected.name:
+        raise ValueError(f"{folder / 'tokens.json'}: says dtype {dtype}, not {expected.name}; {again}")
+    shards, arrays = shards_of(config) if elsewhere else {}, []
     for split, (tokens, docs) in counts.items():
-        offsets = mapped([Shard(str(folder / f"{split}.offsets"), 0, docs + 1)], np.dtype(np.int64), again)
-        if offsets[0] != 0 or offsets[-1] != tokens:
-            raise ValueError(f"{folder / f'{split}.offsets'}: does not fit {split}.bin; {again}")
-        arrays += [mapped(shards[split], dtype, again), offsets]
+        ids = shards.get(split, [Shard(str(folder / f"{split}.bin"), 0, tokens)])
+        borders = Shard(str(folder / f"{split}.offsets"), 0, docs + 1)
+        offsets = mapped([borders], np.dtype(np.int64), again)
+        if offsets[0] != 0 or offsets[-1] != tokens or not (offsets[1:] > offsets[:-1]).all():
+            raise ValueError(f"{borders.path}: does not fit {split}.bin; {again}")
+        arrays += [mapped(ids, expected, again), offsets]
+        if len(arrays[-2]) != tokens:
+            raise ValueError(f"{borders.path}: is of {tokens} ids, and data.path has {len(arrays[-2])}; {again}")
+        for shard in [borders] if elsewhere else [borders, *ids]:
+            path = Path(shard.path)
+            if sampled(path) != samples.get(path.name, sampled(path)):
+                raise ValueError(f"{path}: is not what was written there; {again}")
     return TokenFiles(folder, meta, *arrays)  # train, its offsets, val, its offsets
 
 
@@ -170,7 +266,7 @@ def _write(folder: Path, config: DataConfig, tokenizer: Tokenizer, say: Callable
                 for at in range(begin, end, COPIED):
                     file.write(source.read(min(COPIED, end - at)))
         borders = np.concatenate(([0], np.cumsum(np.diff(offsets)[chosen])))
-        borders.tofile(folder / f"{split}.offsets")
+        (folder / f"{split}.offsets").write_bytes(borders)
         counts["tokens"][split], counts["documents"][split] = int(borders[-1]), len(chosen)
     spool.unlink()
 

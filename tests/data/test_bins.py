@@ -276,15 +276,31 @@ def test_the_fingerprint_is_of_ids_and_split(tmp_path):
     assert len(found) == 4
 
 
-def test_a_shard_that_changes_its_length_is_named(tmp_path):
-    folder = pair(tmp_path)
+def test_ids_that_do_not_fit_the_borders_are_named(tmp_path):
+    pair(tmp_path)
     found = prepare(config(tmp_path), BYTES, silent)
     meta = json.loads((found.folder / "tokens.json").read_text())
-    meta["shards"]["train"][0][2] += 1
-    (found.folder / "tokens.json").write_text(json.dumps(meta))
-    with pytest.raises(ValueError, match=r"train\.bin: has 28 bytes instead of 30; delete"):
+    meta["tokens"]["train"] += 1
+    (found.folder / "tokens.json").write_text(json.dumps({**meta, "sampled": {}}))
+    borders = np.array([0, 4, 8, 15], dtype=np.int64)
+    borders.tofile(found.folder / "train.offsets")
+    with pytest.raises(ValueError, match=r"train\.offsets: is of 15 ids, and data\.path has 14; delete"):
         prepare(config(tmp_path), BYTES, silent)
-    assert (folder / "train.bin").exists()
+
+
+def test_a_file_that_becomes_shorter_while_it_is_read(tmp_path, monkeypatch):
+    path = pair(tmp_path) / "val.bin"
+    shards = data.bins.shards_of
+
+    def and_then_cut(config):
+        found = shards(config)
+        path.write_bytes(path.read_bytes()[:-4])
+        return found
+
+    monkeypatch.setattr(data.bins, "shards_of", and_then_cut)
+    with pytest.raises(ValueError, match=r"val\.bin became shorter while it was read"):
+        prepare(config(tmp_path), BYTES, silent)
+    assert list((tmp_path / "cache").iterdir()) == []
 
 
 def test_it_trains_and_is_measured_within_documents(tmp_path):

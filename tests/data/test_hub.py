@@ -1,5 +1,6 @@
 """Data sets of the hub: a stand-in for its library, folders that the library reads alike, hand-written articles."""
 
+import json
 from dataclasses import replace
 
 import datasets
@@ -11,14 +12,27 @@ from tests.data.written import parquet, texts, whole
 
 
 class Hub:
-    """Stands in for `datasets.load_dataset`: splits of rows, and a record of what was asked for."""
+    """Stands in for `datasets.load_dataset_builder` and the builder: splits of rows, and a record of what was asked."""
+
+    config = None
 
     def __init__(self, **splits):
         self.splits = splits
         self.asked = []
 
-    def __call__(self, path, name=None, *, split, revision=None, streaming=False):
-        self.asked.append((path, name, split, revision))
+    def __call__(self, path, name=None, *, revision=None):
+        self.source = (path, name)
+        self.revision = revision
+        return self
+
+    def download_and_prepare(self):
+        pass
+
+    def as_dataset(self, split):
+        self.asked.append((*self.source, split, self.revision))
+        return self.splits[split]
+
+    def as_streaming_dataset(self, split):
         return self.splits[split]
 
 
@@ -28,7 +42,7 @@ def hub_rows(*texts, column="text"):
 
 def test_a_hub_data_set_without_a_validation_split(monkeypatch):
     hub = Hub(all=hub_rows("one", "two", column="body"))
-    monkeypatch.setattr(datasets, "load_dataset", hub)
+    monkeypatch.setattr(datasets, "load_dataset_builder", hub)
     config = DataConfig("h", "hub", "o/h", subset="s", revision="r1", column="body", train_split="all")
     assert whole(config) == [(None, "one"), (None, "two")]
     assert hub.asked == [("o/h", "s", "all", "r1")]
@@ -36,21 +50,21 @@ def test_a_hub_data_set_without_a_validation_split(monkeypatch):
 
 def test_the_publishers_splits_are_kept(monkeypatch):
     hub = Hub(train=hub_rows("one", "two"), validation=hub_rows("three"), test=hub_rows("no"))
-    monkeypatch.setattr(datasets, "load_dataset", hub)
+    monkeypatch.setattr(datasets, "load_dataset_builder", hub)
     config = DataConfig("h", "hub", "o/h", val_split="validation")
     assert whole(config) == [("train", "one"), ("train", "two"), ("val", "three")]
 
 
 def test_articles_of_a_hub_data_set(monkeypatch):
     lines = ["", " = A = \n", " text\n", " = B = \n", " more\n"]
-    monkeypatch.setattr(datasets, "load_dataset", Hub(train=hub_rows(*lines), validation=hub_rows(*lines[3:])))
+    monkeypatch.setattr(datasets, "load_dataset_builder", Hub(train=hub_rows(*lines), validation=hub_rows(*lines[3:])))
     config = DataConfig("h", "hub", "o/h", articles=True, val_split="validation")
     found = [(split, text) for split, text in whole(config) if text.strip()]
     assert found == [("train", " = A = \n text\n"), ("train", " = B = \n more\n"), ("val", " = B = \n more\n")]
 
 
 def test_a_hub_data_set_with_another_column_names_it(monkeypatch):
-    monkeypatch.setattr(datasets, "load_dataset", Hub(train=hub_rows("one", column="content")))
+    monkeypatch.setattr(datasets, "load_dataset_builder", Hub(train=hub_rows("one", column="content")))
     with pytest.raises(ValueError, match=r"data\.column='text': o/h has the columns content, id"):
         texts(DataConfig("h", "hub", "o/h"))
 
@@ -68,7 +82,7 @@ def test_an_unreachable_hub_data_set(monkeypatch, error):
     def refuse(*args, **kwargs):
         raise error
 
-    monkeypatch.setattr(datasets, "load_dataset", refuse)
+    monkeypatch.setattr(datasets, "load_dataset_builder", refuse)
     with pytest.raises(ValueError, match="stdlib and files need no network") as raised:
         texts(DataConfig("mine", "hub", "owner/set"))
     for part in ("data=mine", "owner/set", str(error)):
@@ -76,12 +90,13 @@ def test_an_unreachable_hub_data_set(monkeypatch, error):
 
 
 def test_an_endless_stream_ends_after_so_many_documents(monkeypatch):
-    def endless(*args, split, streaming, **kwargs):
-        assert streaming
+    def endless(split):
         yield from ({"text": f"{split} {i}"} for i in range(100))
         raise AssertionError("read on and on")
 
-    monkeypatch.setattr(datasets, "load_dataset", endless)
+    hub = Hub(train=endless("train"), validation=endless("validation"))
+    monkeypatch.setattr(hub, "as_dataset", None)
+    monkeypatch.setattr(datasets, "load_dataset_builder", hub)
     config = DataConfig("h", "hub", "o/h", val_split="validation", streaming=True, max_documents=2)
     assert whole(config) == [
         ("train", "train 0"),
@@ -93,7 +108,7 @@ def test_an_endless_stream_ends_after_so_many_documents(monkeypatch):
 
 def test_articles_are_what_is_counted(monkeypatch):
     lines = [" = A = \n", " a\n", " = B = \n", " b\n", " b\n", " = C = \n"]
-    monkeypatch.setattr(datasets, "load_dataset", Hub(train=hub_rows(*lines)))
+    monkeypatch.setattr(datasets, "load_dataset_builder", Hub(train=hub_rows(*lines)))
     config = DataConfig("h", "hub", "o/h", articles=True, max_documents=2)
     assert texts(config) == [" = A = \n a\n", " = B = \n b\n b\n"]
 
@@ -112,12 +127,26 @@ def test_streaming_reads_the_same_rows_and_keeps_no_copy(tmp_path, most):
     assert identity(config) == identity(replace(config, streaming=True))  # so token files serve both
 
 
+@pytest.mark.parametrize("streaming", [True, False])
+def test_texts_beside_a_number_stay_as_they_are_or_are_an_error(tmp_path, streaming):
+    # of itself, `datasets` makes JSON of all texts within 10 MB of the number: with quotes around them
+    folder = tmp_path / "set"
+    folder.mkdir()
+    config = DataConfig("mine", "hub", str(folder), streaming=streaming, max_documents=200_000)
+    rows = [json.dumps({"text": f"{i} " + "x" * 200}) + "\n" for i in range(60_000)]
+    (folder / "train.jsonl").write_text("".join(rows))
+    assert [text[:9] for text in texts(config)][-1] == "59999 xxx"
+    (folder / "train.jsonl").write_text("".join([*rows, '{"text": 5}\n', '{"text": "y"}\n']))
+    with pytest.raises(ValueError, match="data=mine: could not read"):
+        texts(config)
+
+
 def test_a_stream_that_breaks_off(monkeypatch):
-    def broken(*args, **kwargs):
+    def broken():
         yield {"text": "one"}
         raise ConnectionError("gone")
 
-    monkeypatch.setattr(datasets, "load_dataset", broken)
+    monkeypatch.setattr(datasets, "load_dataset_builder", Hub(train=broken()))
     found = documents(DataConfig("mine", "hub", "o/h", streaming=True, max_documents=9))
     assert next(found) == (None, ["one"])
     with pytest.raises(ValueError, match=r"data=mine: could not read o/h .*gone"):

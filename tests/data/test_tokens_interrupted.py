@@ -29,10 +29,10 @@ def test_a_corpus_that_breaks_off_leaves_nothing(monkeypatch, tmp_path):
 
     def broken(config):
         yield from ((None, [text]) for text in documents[:400])
-        raise ConnectionError("gone")
+        raise ValueError("gone")
 
     monkeypatch.setattr(data.tokens, "documents", broken)
-    with pytest.raises(ConnectionError, match="gone"):
+    with pytest.raises(ValueError, match="gone"):
         prepare(toy(tmp_path), BYTES, silent)
     assert list((tmp_path / "cache").iterdir()) == []
     give(monkeypatch, documents)
@@ -59,6 +59,7 @@ def test_what_a_killed_process_leaves_is_not_read(monkeypatch, tmp_path, where):
     assert len(list((tmp_path / "cache").iterdir())) == 1  # there is something that could be mistaken
     found = prepare(toy(tmp_path), BYTES, silent)
     assert sorted(texts_of(found, "train") + texts_of(found, "val")) == sorted(documents)
+    assert list((tmp_path / "cache").iterdir()) == [found.folder]  # and it is removed
 
 
 def test_a_faster_preparation_is_kept(monkeypatch, tmp_path):
@@ -75,7 +76,7 @@ def test_a_faster_preparation_is_kept(monkeypatch, tmp_path):
 def test_a_folder_that_cannot_be_renamed_is_an_error(monkeypatch, tmp_path):
     give(monkeypatch, some_documents(30))
     monkeypatch.setattr(Path, "rename", raising(PermissionError("not yours")))
-    with pytest.raises(PermissionError, match="not yours"):
+    with pytest.raises(OSError, match=r"data\.cache=.*not yours.*choose another folder"):
         prepare(toy(tmp_path), BYTES, silent)
     assert list((tmp_path / "cache").iterdir()) == []
 
