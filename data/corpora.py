@@ -88,7 +88,7 @@ class DataConfig:
         for key, path in [*(("path", path) for path in paths), ("cache", self.cache)]:
             if not isinstance(path, str | Path) or not str(path):
                 several = "" if key == "cache" or self.kind == "hub" else ", or a list of such"
-                raise ValueError(f"data.{key}: must be a text that is not empty{several}; found {path!r}")
+                raise ValueError(f"data.{key}: must be a text that is not empty{several}; found {type(path).__name__}")
             if url := re.search(r"([A-Za-z][\w+.-]*)://", str(path)):  # of which no more is said: it may hold secrets
                 raise ValueError(
                     f"data.{key} is a URL ({url[1]}://…), and these are not read, so that no password or signature in "

@@ -8,6 +8,7 @@ import re
 import shutil
 import tracemalloc
 from itertools import chain, pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -320,6 +321,22 @@ def described(**changes):
     return lambda content: json.dumps({**json.loads(content), **changes}).encode()
 
 
+def without(key):
+    return lambda content: json.dumps(
+        {name: value for name, value in json.loads(content).items() if name != key}
+    ).encode()
+
+
+def counted(key, number):
+    return lambda content: json.dumps(
+        {**json.loads(content), key: {**json.loads(content)[key], "val": number}}
+    ).encode()
+
+
+DESCRIPTION = ["tokenizer", "vocab_size", "dtype", "corpus", "fingerprint", "tokens", "documents"]
+ODD_NUMBERS = [0, -5, 2.0, float("nan"), float("inf"), True, None, "2", [2]]
+
+
 @pytest.mark.parametrize(
     ("name", "change"),
     [
@@ -340,6 +357,23 @@ def described(**changes):
         ("tokens.json", described(dtype="words")),
         ("tokens.json", described(tokens=None)),
         ("tokens.json", described(documents={"train": 1})),
+        ("tokens.json", lambda content: b"null"),
+        ("tokens.json", lambda content: b"[" * 100_000),
+        *(("tokens.json", without(key)) for key in DESCRIPTION),
+        *(("tokens.json", described(**{key: value})) for key in DESCRIPTION for value in (None, [], {"train": "val"})),
+        *(("tokens.json", counted("tokens", number)) for number in ODD_NUMBERS),
+        *(("tokens.json", counted("documents", number)) for number in ODD_NUMBERS),
+        ("tokens.json", described(tokens={"train": 1, "val": 1, "test": 1})),
+        ("tokens.json", described(dtype="uint32")),
+        ("tokens.json", described(dtype="object")),
+        ("tokens.json", described(sampled=[])),
+        ("train.bin", lambda content: content[:20] + bytes([content[20] ^ 4]) + content[21:]),
+        ("val.bin", lambda content: content[::-1]),
+        ("val.bin", lambda content: b"\xff" * len(content)),
+        ("train.offsets", lambda content: content[:8] + b"\xff" * 8 + content[16:]),
+        ("train.offsets", lambda content: content[:8] + content[16:24] + content[8:16] + content[24:]),  # not in order
+        ("train.offsets", lambda content: content[:8] + content[16:24] + content[16:]),  # an empty document
+        ("val.offsets", lambda content: content[8:] + content[:8]),
     ],
 )
 def test_a_damaged_file_is_named_and_the_way_out_works(monkeypatch, tmp_path, name, change):
@@ -352,6 +386,49 @@ def test_a_damaged_file_is_named_and_the_way_out_works(monkeypatch, tmp_path, na
     assert str(path) in str(raised.value)
     shutil.rmtree(found.folder)
     assert prepare(toy(tmp_path), BYTES, silent).train.tolist() == expected
+
+
+@pytest.mark.parametrize("name", ["train.offsets", "val.offsets"])
+@pytest.mark.parametrize("borders", [[0, 3, 2], [0, 0, 0], [1, 2, 3], [0, -1, 5], [0, 2**62, -(2**62)]])
+def test_borders_that_cannot_be_are_refused_without_samples_too(monkeypatch, tmp_path, name, borders):
+    give(monkeypatch, ["one", "two", "three", "four"])
+    found = prepare(toy(tmp_path, val_fraction=0.5), BYTES, silent)  # two documents a split
+    borders = np.array(borders, dtype=np.int64)
+    borders.tofile(found.folder / name)
+    damage(found.folder, "tokens.json", without("sampled"))
+    with pytest.raises(ValueError, match=rf"{name}: does not fit .*delete"):
+        prepare(toy(tmp_path, val_fraction=0.5), BYTES, silent)
+
+
+@pytest.mark.parametrize("key", ["tokens", "documents"])
+@pytest.mark.parametrize("number", [1, 3, 10**30])
+def test_numbers_that_do_not_fit_the_files(monkeypatch, tmp_path, key, number):
+    give(monkeypatch, some_documents(30))
+    found = prepare(toy(tmp_path), BYTES, silent)
+    damage(found.folder, "tokens.json", counted(key, number))
+    with pytest.raises(ValueError, match=r"val\.offsets: .*delete"):
+        prepare(toy(tmp_path), BYTES, silent)
+
+
+def test_former_token_files_are_opened(monkeypatch, tmp_path):
+    give(monkeypatch, some_documents(30))
+    expected = prepare(toy(tmp_path), BYTES, silent)
+    damage(expected.folder, "tokens.json", without("sampled"))  # which they do not have
+    forbid_reading(monkeypatch)
+    assert prepare(toy(tmp_path), BYTES, silent).train.tolist() == expected.train.tolist()
+
+
+@pytest.mark.parametrize("outside", ["/etc/passwd", "../secret.bin", "secret.bin"])
+def test_a_description_cannot_have_other_files_read(monkeypatch, tmp_path, outside):
+    give(monkeypatch, some_documents(30))
+    found = prepare(toy(tmp_path), BYTES, silent)
+    expected = found.train.tolist()
+    (tmp_path / "cache" / "secret.bin").write_bytes(bytes(2 * len(expected)))
+    shards = {split: [[outside, 0, len(getattr(found, split))]] for split in ("train", "val")}
+    damage(found.folder, "tokens.json", described(shards=shards))
+    again = prepare(toy(tmp_path), BYTES, silent)
+    assert again.train.tolist() == expected
+    assert Path(again.train.filename) == found.folder / "train.bin"
 
 
 @pytest.mark.parametrize("changes", [{"tokenizer": "gpt2", "vocab_size": 50257}, {"vocab_size": 258}])
