@@ -234,6 +234,8 @@ def _parquet_rows(file: Path, column: str) -> Iterator[tuple[str, dict]]:
         names = table.schema_arrow.names
         if column not in names:
             yield str(file), dict.fromkeys(names)  # which says what there is
+        if names.count(column) > 1:
+            raise ValueError(f"it has several columns of the name {column!r}")
         for batch in table.iter_batches(batch_size=1024, columns=[column]):
             yield from ((str(file), row) for row in batch.to_pylist())
 

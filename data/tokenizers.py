@@ -55,7 +55,8 @@ class Tokenizer:
         try:
             return self._encoding.encode_to_numpy(text, disallowed_special=())
         except UnicodeEncodeError:  # half a surrogate pair, which tiktoken replaces only where it makes lists
-            return np.array(self._encoding.encode_ordinary(text), dtype=np.uint32)
+            text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+            return self._encoding.encode_to_numpy(text, disallowed_special=())
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ids; bytes that are no UTF-8 become U+FFFD, ids that a vocabulary leaves unused become nothing.
