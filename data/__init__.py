@@ -1,7 +1,7 @@
 """Text to batches: corpora (through `datasets`), tokenizers (through `tiktoken`), token files, batches."""
 
 from data.batches import draw_batch, window_starts
-from data.corpora import DataConfig, absolute
+from data.corpora import DataConfig, absolute, refuse_url
 from data.tokenizers import Tokenizer, get_tokenizer
 from data.tokens import TokenFiles, prepare
 
@@ -13,5 +13,6 @@ __all__ = [
     "draw_batch",
     "get_tokenizer",
     "prepare",
+    "refuse_url",
     "window_starts",
 ]

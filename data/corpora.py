@@ -89,13 +89,18 @@ class DataConfig:
             if not isinstance(path, str | Path) or not str(path):
                 several = "" if key == "cache" or self.kind == "hub" else ", or a list of such"
                 raise ValueError(f"data.{key}: must be a text that is not empty{several}; found {type(path).__name__}")
-            if url := re.search(r"([A-Za-z][\w+.-]*)://", str(path)):  # of which no more is said: it may hold secrets
-                raise ValueError(
-                    f"data.{key} is a URL ({url[1]}://…), and these are not read, so that no password or signature in "
-                    "one ends in a run's files: get the file first (curl, aws s3 cp and the like find credentials in "
-                    "~/.netrc or the environment) and give its local path, or for a data set of the hub data=hub "
-                    "data.path=owner/name (with HF_TOKEN in the environment, where it needs one)"
-                )
+            refuse_url(f"data.{key}", str(path))
+
+
+def refuse_url(key: str, path: str) -> None:
+    """Raise ValueError for a URL, and repeat nothing of it but its scheme: it may hold a password, or be signed."""
+    if url := re.search(r"([A-Za-z][\w+.-]*)://", path):
+        raise ValueError(
+            f"{key} is a URL ({url[1]}://…), and these are not read, so that no password or signature in one ends in a "
+            "run's files: get the file first (curl, aws s3 cp and the like find credentials in ~/.netrc or the "
+            "environment) and give its local path, or for a data set of the hub data=hub data.path=owner/name (with "
+            "HF_TOKEN in the environment, where it needs one)"
+        )
 
 
 def absolute(config: DataConfig) -> DataConfig:

@@ -20,7 +20,7 @@ from hydra.errors import CompactHydraException
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from data import DataConfig
+from data import DataConfig, refuse_url
 from runs.folder import run_dir
 from runs.processes import all_meet, is_lost, leave_lost
 
@@ -196,6 +196,12 @@ def entry(schema: type) -> Iterator[None]:
     logging.raiseExceptions = False  # a full disk is told once, not at every line of the log
     # Launchers that start processes of their own, such as submitit's, find the modules of this checkout.
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(CONFIGS.parent), os.environ.get("PYTHONPATH"))))
+    for key, _, value in (word.lstrip("+").partition("=") for word in sys.argv[1:]):
+        if key in ("data.path", "data.cache"):
+            try:
+                refuse_url(key, value)  # before Hydra repeats it, in multirun.yaml and where a job fails
+            except ValueError as error:
+                sys.exit(f"error: {error}")
     held = io.StringIO()
     try:
         with contextlib.nullcontext() if _rank() == "0" else contextlib.redirect_stderr(held):
