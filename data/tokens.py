@@ -98,6 +98,7 @@ def prepare(config: DataConfig, tokenizer: Tokenizer, say: Callable[[str], None]
                 about |= {"vocab_size": tokenizer.vocab_size, **meta}
                 made = [path for path in temporary.iterdir() if path.name.startswith(SPLITS)]
                 about |= {"sampled": {path.name: sampled(path) for path in made}}
+                about["digest"] = _digest(about)
                 (temporary / "tokens.json").write_text(json.dumps(about, indent=1, default=list), encoding="utf-8")
     except OSError as error:
         raise OSError(
@@ -105,6 +106,11 @@ def prepare(config: DataConfig, tokenizer: Tokenizer, say: Callable[[str], None]
             "choose another folder with data.cache=<folder>"
         ) from error
     return open_tokens(folder, config, tokenizer)
+
+
+def _digest(about: dict) -> str:
+    rest = {key: value for key, value in about.items() if key != "digest"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True, default=list).encode()).hexdigest()[:16]
 
 
 def _still(config: DataConfig, found: dict) -> bool:
@@ -185,7 +191,9 @@ def open_tokens(folder: Path, config: DataConfig, tokenizer: Tokenizer) -> Token
     try:
         meta = json.loads((folder / "tokens.json").read_text(encoding="utf-8"))
         found = (meta["tokenizer"], meta["vocab_size"])
-        dtype, samples = meta["dtype"], meta.get("sampled", {})  # older files have no samples
+        dtype, samples = meta["dtype"], meta.get("sampled", {})  # older files have neither samples nor a digest
+        if meta.get("digest") not in (None, _digest(meta)):
+            raise ValueError("it is not what was written there")
         counts = {split: (meta["tokens"][split], meta["documents"][split]) for split in SPLITS}
         texts = {type(meta[key]) for key in ("tokenizer", "dtype", "corpus", "fingerprint")}
         numbers = [meta["vocab_size"], *(number for pair in counts.values() for number in pair)]

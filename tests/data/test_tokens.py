@@ -16,7 +16,7 @@ import pytest
 import data.tokens
 from data import DataConfig, get_tokenizer, prepare
 from data.tokenizers import parts
-from data.tokens import Part, _batches, smallest_dtype
+from data.tokens import Part, _batches, _digest, smallest_dtype
 from tests.data.toys import BYTES, forbid_reading, give, read, silent, some_documents, texts_of, toy
 
 
@@ -317,20 +317,27 @@ def damage(folder, name, change):
     return path
 
 
+def rewritten(change):
+    """Another description, with the digest that belongs to it, as somebody would write who knows how."""
+
+    def rewrite(content):
+        about = json.loads(content)
+        change(about)
+        return json.dumps({**about, "digest": _digest(about)}).encode()
+
+    return rewrite
+
+
 def described(**changes):
-    return lambda content: json.dumps({**json.loads(content), **changes}).encode()
+    return rewritten(lambda about: about.update(changes))
 
 
 def without(key):
-    return lambda content: json.dumps(
-        {name: value for name, value in json.loads(content).items() if name != key}
-    ).encode()
+    return rewritten(lambda about: about.pop(key))
 
 
 def counted(key, number):
-    return lambda content: json.dumps(
-        {**json.loads(content), key: {**json.loads(content)[key], "val": number}}
-    ).encode()
+    return rewritten(lambda about: about[key].update(val=number))
 
 
 DESCRIPTION = ["tokenizer", "vocab_size", "dtype", "corpus", "fingerprint", "tokens", "documents"]
@@ -358,6 +365,7 @@ ODD_NUMBERS = [0, -5, 2.0, float("nan"), float("inf"), True, None, "2", [2]]
         ("tokens.json", described(tokens=None)),
         ("tokens.json", described(documents={"train": 1})),
         ("tokens.json", lambda content: b"null"),
+        ("tokens.json", lambda content: re.sub(rb'("fingerprint": "....).', rb"\1x", content)),
         ("tokens.json", lambda content: b"[" * 100_000),
         *(("tokens.json", without(key)) for key in DESCRIPTION),
         *(("tokens.json", described(**{key: value})) for key in DESCRIPTION for value in (None, [], {"train": "val"})),
@@ -413,7 +421,9 @@ def test_numbers_that_do_not_fit_the_files(monkeypatch, tmp_path, key, number):
 def test_former_token_files_are_opened(monkeypatch, tmp_path):
     give(monkeypatch, some_documents(30))
     expected = prepare(toy(tmp_path), BYTES, silent)
-    damage(expected.folder, "tokens.json", without("sampled"))  # which they do not have
+    about = json.loads((expected.folder / "tokens.json").read_text())
+    former = {key: value for key, value in about.items() if key not in ("sampled", "digest")}
+    (expected.folder / "tokens.json").write_text(json.dumps(former))
     forbid_reading(monkeypatch)
     assert prepare(toy(tmp_path), BYTES, silent).train.tolist() == expected.train.tolist()
 
