@@ -397,11 +397,14 @@ def test_a_damaged_file_is_named_and_the_way_out_works(monkeypatch, tmp_path, na
 
 
 @pytest.mark.parametrize("name", ["train.offsets", "val.offsets"])
-@pytest.mark.parametrize("borders", [[0, 3, 2], [0, 0, 0], [1, 2, 3], [0, -1, 5], [0, 2**62, -(2**62)]])
+@pytest.mark.parametrize(
+    "borders", [(0, 0, 0), (0, 1, 0), (0, -1, 0), (0, 1000, 0), (0, 2**62, 0), (0, 3, 1), (0, 3, -1), (1, 3, 0)]
+)
 def test_borders_that_cannot_be_are_refused_without_samples_too(monkeypatch, tmp_path, name, borders):
     give(monkeypatch, ["one", "two", "three", "four"])
     found = prepare(toy(tmp_path, val_fraction=0.5), BYTES, silent)  # two documents a split
-    borders = np.array(borders, dtype=np.int64)
+    length = len(getattr(found, name.split(".")[0]))
+    borders = np.array([borders[0], borders[1] if borders[1] != 1 else length, length + borders[2]], dtype=np.int64)
     borders.tofile(found.folder / name)
     damage(found.folder, "tokens.json", without("sampled"))
     with pytest.raises(ValueError, match=rf"{name}: does not fit .*delete"):
