@@ -109,9 +109,12 @@ def test_text_that_changes_while_it_is_read(tmp_path):
 
 
 KILLED = """
-import json, os, random, signal, sys, time
+import json, os, random, signal, sys, threading, time
 from pathlib import Path
+from tqdm import tqdm
 from data import DataConfig, get_tokenizer, prepare
+
+tqdm.set_lock(threading.RLock())  # its own is shared with forks, who may be killed while they hold it
 
 root, times = Path(sys.argv[1]), int(sys.argv[2])
 tokenizer = get_tokenizer("bytes")
