@@ -11,7 +11,6 @@
 What is measured is kept: an interrupted command, given again, goes on where it stopped. measure/ does the measuring.
 """
 
-import contextlib
 import glob
 import logging
 import os
@@ -19,7 +18,7 @@ import re
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
@@ -464,14 +463,11 @@ def _check_columns(config: DictConfig, tasks: list[ScaledRun]) -> None:
         raise ValueError(f"sort={config.sort!r}: the columns are {', '.join(columns)}")
 
 
-@contextlib.contextmanager
-def _wandb(run: Run, mode: str) -> Iterator[runs.WandbRun]:
+def _wandb(run: Run, mode: str) -> runs.WandbRun:
     """The wandb run of a run folder, taken up again."""
     settings = OmegaConf.merge(run.settings.wandb, {} if run.settings.wandb.mode == "disabled" else {"mode": mode})
     identity = runs.wandb_identity(run.settings)
-    wandb_run = runs.start_wandb(settings, run.folder, run.origin["wandb_id"], **identity)
-    yield wandb_run
-    wandb_run.finish(failed=False)
+    return runs.start_wandb(settings, run.folder, run.origin["wandb_id"], **identity)
 
 
 def sample_text(config: DictConfig, ranks: runs.Ranks) -> list[str]:

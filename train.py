@@ -248,8 +248,8 @@ class Trainer:
             left.unlink(missing_ok=True)
         about = {**runs.wandb_identity(c), "config": self._write_config()}
         self.metrics = runs.MetricsFile(self.folder / "metrics.jsonl", self._is_kept)
-        self.wandb = runs.start_wandb(c.wandb, self.folder, self.wandb_id, **about)
-        outputs.push(lambda kind, error, trace: self.wandb.finish(failed=kind is not None))
+        self.wandb = runs.start_wandb(c.wandb, self.folder, self.wandb_id, self.metrics.path, **about)
+        outputs.enter_context(self.wandb)
 
     def _is_kept(self, row: dict) -> bool:
         """Whether a row of metrics.jsonl was written before the checkpoint this run goes on from."""

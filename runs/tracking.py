@@ -1,13 +1,22 @@
 """wandb, or nothing at all; a failing wandb never stops the work."""
 
 import contextlib
+import json
 import logging
+import math
 import netrc
 import os
+import queue
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from omegaconf import DictConfig
@@ -15,6 +24,9 @@ from omegaconf import DictConfig
 from measure.statistics import finite
 
 log = logging.getLogger("ropewalk")
+
+START = 30  # seconds that a server has to answer when a run starts; then the run is kept offline
+FINISH = 60  # seconds to send what is left when it ends; what is not sent by then stays in wandb's folder
 
 
 def _logged_in() -> bool:
@@ -29,37 +41,126 @@ def _logged_in() -> bool:
     return False
 
 
-@dataclass
 class WandbRun:
-    """A wandb run, or nothing at all where wandb.mode=disabled. A failing wandb never stops the work."""
+    """A wandb run, or nothing at all without `start`, which makes one. A failing wandb never stops the work.
 
-    run: Any = None
+    A thread of its own talks to wandb: neither a server that cannot be reached nor a service that hangs costs the work
+    any time, and whatever fails is one warning.
+    """
+
+    def __init__(self, start: Callable[[], Any] | None = None, metrics: Path | None = None):
+        """metrics: the metrics.jsonl of a training. Every row of it is then logged, with its number, just once.
+
+        A run that is taken up logs the rows that it kept as well, but for those that the server has: wandb's history is
+        a function of the file, however often the training was killed.
+        """
+        self._actions: queue.SimpleQueue[Callable[[Any], None] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._rows: int | None = None if metrics is None else 0  # of metrics.jsonl, logged so far
+        self._held = -1  # the last of them that the server has
+        if start is None:
+            return
+        self._thread = threading.Thread(target=self._work, args=(start,), name="wandb", daemon=True)
+        self._thread.start()
+        if metrics is not None:
+            for line in metrics.read_text(encoding="utf-8").splitlines():
+                self.log(json.loads(line))
+
+    def __enter__(self) -> "WandbRun":
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.finish(failed=kind is not None)
 
     def log(self, row: dict) -> None:
         """Log what is there: None is left out, as wandb would show it as a value."""
-        self._call(lambda: self.run.log({key: value for key, value in finite(row).items() if value is not None}))
+        values = {key: value for key, value in finite(row).items() if value is not None}
+        if self._rows is not None:
+            values["row"] = self._rows
+            self._rows += 1
+        self._do(lambda run: run.log(values) if values.get("row", math.inf) > self._held else None)
 
     def summary(self, values: dict) -> None:
-        self._call(lambda: self.run.summary.update(values))
+        self._do(lambda run: run.summary.update(values))
 
     def table(self, name: str, columns: list[str], rows: list[list]) -> None:
         """A table of its own panel; nothing for no rows."""
-        if self.run is not None and rows:
+
+        def log_table(run: Any) -> None:
             import wandb
 
-            self._call(lambda: self.run.log({name: wandb.Table(columns=columns, data=rows)}))
+            run.log({name: wandb.Table(columns=columns, data=rows)})
+
+        if rows:
+            self._do(log_table)
 
     def finish(self, failed: bool) -> None:
-        self._call(lambda: self.run.finish(exit_code=1 if failed else 0))
-
-    def _call(self, action: Callable[[], None]) -> None:
-        if self.run is None:
+        """Close it, with all that was logged; a wandb that takes longer than 2 · START + FINISH is left to itself."""
+        if self._thread is None:
             return
+        self._do(lambda run: self._close(run, failed))
+        self._actions.put(None)
+        thread, self._thread = self._thread, None
         try:
-            action()
-        except Exception as error:
-            self.run = None
-            log.warning("wandb failed and is left out from here on: %s (metrics.jsonl goes on)", error)
+            thread.join(2 * START + FINISH)
+            if thread.is_alive():
+                log.warning("wandb does not answer and is left to itself (metrics.jsonl is whole)")
+        finally:  # a second Ctrl-C too must not wait for wandb
+            if thread.is_alive():
+                _leave()
+
+    def _do(self, action: Callable[[Any], None]) -> None:
+        if self._thread is not None and self._thread.is_alive():
+            self._actions.put(action)
+
+    def _work(self, start: Callable[[], Any]) -> None:
+        try:
+            run = start()
+            if self._rows is not None:
+                self._held = run.summary.get("row", -1)
+            while action := self._actions.get():
+                action(run)
+        except (Exception, SystemExit) as error:
+            log.warning("wandb failed and is left out from here on: %r (metrics.jsonl goes on)", error)
+            _leave()
+
+    def _close(self, run: Any, failed: bool) -> None:
+        folder = Path(run.dir).parent
+        run.finish(exit_code=1 if failed else 0)
+        with tempfile.TemporaryFile(dir=folder) as probe:  # wandb does not say that its disk is full or its folder gone
+            probe.write(bytes(2**16))
+        if self._rows is not None:
+            _supersede(folder, list(range(self._held + 1, self._rows)))
+
+
+def _leave() -> None:
+    """Part from wandb's service without waiting for it: neither the next run nor this process' end may meet it."""
+
+    def teardown() -> None:
+        with contextlib.suppress(Exception, SystemExit):
+            sys.modules["wandb"].teardown()
+
+    thread = threading.Thread(target=teardown, daemon=True)
+    thread.start()
+    thread.join(1)  # by then it is forgotten, if not gone
+
+
+def _supersede(folder: Path, rows: list[int]) -> None:
+    """Remove the offline folders of this training's earlier starts, once wandb's own reader finds all rows in this one.
+
+    Raises OSError where it does not.
+    """
+    training = re.sub(r"^(offline-)?run-[0-9_]+-(.*-train)[0-9]+$", r"offline-run-*-\2*", folder.name)
+    earlier = [path for path in folder.parent.glob(training) if path != folder]
+    if not earlier:
+        return
+    reader = [sys.executable, "-P", "-m", "wandb", "leet", "inspect", "--json", str(folder)]
+    said = subprocess.run(reader, capture_output=True, text=True, timeout=FINISH, check=True).stdout
+    records = [json.loads(line) for line in said.splitlines()]
+    if [record["history"]["item"].get("row") for record in records if record["type"] == "history"] != rows:
+        raise OSError(f"{folder} lacks rows of metrics.jsonl; earlier ones are kept: {', '.join(map(str, earlier))}")
+    for path in earlier:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def wandb_mode(mode: str) -> str:
@@ -92,30 +193,52 @@ def wandb_identity(config: DictConfig) -> dict:
     return {"name": config.name, "group": group, "job_type": "train", "tags": [*tags, *config.wandb.tags]}
 
 
-def start_wandb(settings: DictConfig, run_folder: Path, run_id: str | None, **init: Any) -> WandbRun:
-    """Start or take up (by its id) a wandb run whose files lie in `wandb/` beside the run folder. Without id: none."""
+def start_wandb(
+    settings: DictConfig, run_folder: Path, run_id: str | None, metrics: Path | None = None, **init: Any
+) -> WandbRun:
+    """Start or take up (by its id) a wandb run whose files lie in `wandb/` beside the run folder. Without id: none.
+
+    metrics: the metrics.jsonl of a training, for WandbRun. Returns at once: it is started beside the work.
+    """
     mode = wandb_mode(settings.mode)
     if mode == "disabled" or run_id is None:
         return WandbRun()
+    try:
+        import wandb  # noqa: F401 (here, so that no two threads import at once)
+    except Exception as error:
+        log.warning("wandb cannot be imported and is left out: %r (metrics.jsonl goes on)", error)
+        return WandbRun()
+    init |= {"project": settings.project, "dir": str(run_folder.resolve().parent), "id": run_id}
+    return WandbRun(lambda: _start(mode, init, training=metrics is not None), metrics)
+
+
+def _start(mode: str, init: dict, training: bool) -> Any:
+    """A wandb run: as `mode` says or, where that fails, offline. Raises what wandb raises where that fails too."""
     import wandb
 
-    folder = run_folder.resolve().parent
-    init |= {"project": settings.project, "dir": str(folder), "id": run_id}
-    init["settings"] = wandb.Settings(silent=True, console="off", init_timeout=60)
+    wandb.setup(wandb.Settings(silent=True))  # without a terminal: it must not ask for an account
+    folder, limits = Path(init["dir"]), {"init_timeout": START, "finish_timeout": FINISH, "finish_timeout_raises": True}
+    if training:  # its folders are known by their names, from the moment they are there
+        starts = [int(path.name.rpartition("-train")[2]) for path in folder.glob(f"wandb/*run-*-{init['id']}-train*")]
+        limits["x_sync_dir_suffix"] = f"train{max(starts, default=0) + 1}"
     for attempt in dict.fromkeys((mode, "offline")):
+        options = {"mode": attempt, "resume": "allow" if attempt == "online" else None, "reinit": "create_new"}
         try:
-            run = wandb.init(mode=attempt, resume="allow" if attempt == "online" else None, **init)
+            run = wandb.init(settings=wandb.Settings(silent=True, console="off", **limits), **options, **init)
             break
         except Exception as error:
-            log.warning("wandb could not start %s: %s (metrics.jsonl goes on)", attempt, error)
-    else:
-        return WandbRun()
+            if attempt == "offline":
+                raise
+            log.warning("wandb could not start online, and goes on offline: %s", error)
+            _leave()
+            if training:
+                shutil.rmtree(next(folder.glob(f"wandb/run-*-{init['id']}-{limits['x_sync_dir_suffix']}")))
+    run.define_metric("row", hidden=True)
     run.define_metric("tokens")
     for prefix in ("train", "val", "speed"):
         run.define_metric(f"{prefix}/*", step_metric="tokens")
     for prefix, x in (("extrapolation", "length"), ("by_position", "position"), ("recall", "distance")):
         run.define_metric(f"{prefix}/{x}")
         run.define_metric(f"{prefix}/*", step_metric=f"{prefix}/{x}")
-    where = run.url if attempt == "online" else f"offline in {folder / 'wandb'}"
-    log.info("wandb    %s, run %s", where, run.id)
-    return WandbRun(run)
+    log.info("wandb    %s, run %s", run.url if attempt == "online" else f"offline in {folder / 'wandb'}", run.id)
+    return run
