@@ -203,6 +203,8 @@ def start_wandb(
     mode = wandb_mode(settings.mode)
     if mode == "disabled" or run_id is None:
         return WandbRun()
+    # Its reports of its own errors wait at the process' end for a server, and go out from offline runs too.
+    os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
     try:
         import wandb  # noqa: F401 (here, so that no two threads import at once)
     except Exception as error:
@@ -217,7 +219,8 @@ def _start(mode: str, init: dict, training: bool) -> Any:
     import wandb
 
     wandb.setup(wandb.Settings(silent=True))  # without a terminal: it must not ask for an account
-    folder, limits = Path(init["dir"]), {"init_timeout": START, "finish_timeout": FINISH, "finish_timeout_raises": True}
+    folder, limits = Path(init["dir"]), {"finish_timeout": FINISH, "finish_timeout_raises": True}
+    limits["init_timeout"] = float(os.environ.get("WANDB_INIT_TIMEOUT", START))
     if training:  # its folders are known by their names, from the moment they are there
         starts = [int(path.name.rpartition("-train")[2]) for path in folder.glob(f"wandb/*run-*-{init['id']}-train*")]
         limits["x_sync_dir_suffix"] = f"train{max(starts, default=0) + 1}"
@@ -229,7 +232,7 @@ def _start(mode: str, init: dict, training: bool) -> Any:
         except Exception as error:
             if attempt == "offline":
                 raise
-            log.warning("wandb could not start online, and goes on offline: %s", error)
+            log.warning("wandb could not start online, and goes on offline: %s", " ".join(str(error).split()))
             _leave()
             if training:
                 shutil.rmtree(next(folder.glob(f"wandb/run-*-{init['id']}-{limits['x_sync_dir_suffix']}")))
