@@ -58,6 +58,7 @@ class WandbRun:
         self._thread: threading.Thread | None = None
         self._rows: int | None = None if metrics is None else 0  # of metrics.jsonl, logged so far
         self._held = -1  # the last of them that the server has
+        self._given_up = False
         if start is None:
             return
         self._thread = threading.Thread(target=self._work, args=(start,), name="wandb", daemon=True)
@@ -107,6 +108,7 @@ class WandbRun:
                 log.warning("wandb does not answer and is left to itself (metrics.jsonl is whole)")
         finally:  # a second Ctrl-C too must not wait for wandb
             if thread.is_alive():
+                self._given_up = True
                 _leave()
 
     def _do(self, action: Callable[[Any], None]) -> None:
@@ -121,16 +123,17 @@ class WandbRun:
             while action := self._actions.get():
                 action(run)
         except (Exception, SystemExit) as error:
-            log.warning("wandb failed and is left out from here on: %r (metrics.jsonl goes on)", error)
-            _leave()
+            if not self._given_up:
+                log.warning("wandb failed and is left out from here on: %r (metrics.jsonl goes on)", error)
+                _leave()
 
     def _close(self, run: Any, failed: bool) -> None:
         folder = Path(run.dir).parent
         run.finish(exit_code=1 if failed else 0)
         with tempfile.TemporaryFile(dir=folder) as probe:  # wandb does not say that its disk is full or its folder gone
-            probe.write(bytes(2**16))
+            probe.write(bytes(2**12))
         if self._rows is not None:
-            _supersede(folder, list(range(self._held + 1, self._rows)))
+            _supersede(folder, run.id, list(range(self._held + 1, self._rows)))
 
 
 def _leave() -> None:
@@ -145,21 +148,26 @@ def _leave() -> None:
     thread.join(1)  # by then it is forgotten, if not gone
 
 
-def _supersede(folder: Path, rows: list[int]) -> None:
+def _starts(folder: Path, run_id: str) -> dict[Path, int]:
+    """wandb's folders in `folder` that are of the training's starts, not of a measurement, and the starts' numbers."""
+    name = re.compile(rf"(?:offline-)?run-\d+_\d+-{re.escape(run_id)}-train(\d+)")
+    return {path: int(found[1]) for path in folder.glob("*") if (found := name.fullmatch(path.name))}
+
+
+def _supersede(folder: Path, run_id: str, rows: list[int]) -> None:
     """Remove the offline folders of this training's earlier starts, once wandb's own reader finds all rows in this one.
 
     Raises OSError where it does not.
     """
-    training = re.sub(r"^(offline-)?run-[0-9_]+-(.*-train)[0-9]+$", r"offline-run-*-\2*", folder.name)
-    earlier = [path for path in folder.parent.glob(training) if path != folder]
-    if not earlier:
+    starts = [path for path in _starts(folder.parent, run_id) if path.name.startswith("offline") and path != folder]
+    if not starts:
         return
     reader = [sys.executable, "-P", "-m", "wandb", "leet", "inspect", "--json", str(folder)]
     said = subprocess.run(reader, capture_output=True, text=True, timeout=FINISH, check=True).stdout
     records = [json.loads(line) for line in said.splitlines()]
     if [record["history"]["item"].get("row") for record in records if record["type"] == "history"] != rows:
-        raise OSError(f"{folder} lacks rows of metrics.jsonl; earlier ones are kept: {', '.join(map(str, earlier))}")
-    for path in earlier:
+        raise OSError(f"{folder} lacks rows of metrics.jsonl; the folders of earlier starts are kept")
+    for path in starts:
         shutil.rmtree(path, ignore_errors=True)
 
 
@@ -219,11 +227,11 @@ def _start(mode: str, init: dict, training: bool) -> Any:
     import wandb
 
     wandb.setup(wandb.Settings(silent=True))  # without a terminal: it must not ask for an account
-    folder, limits = Path(init["dir"]), {"finish_timeout": FINISH, "finish_timeout_raises": True}
-    limits["init_timeout"] = float(os.environ.get("WANDB_INIT_TIMEOUT", START))
+    folder, limits = Path(init["dir"]) / "wandb", {"finish_timeout": FINISH, "finish_timeout_raises": True}
+    limits |= {"init_timeout": float(os.environ.get("WANDB_INIT_TIMEOUT", START)), "use_dot_wandb": False}
+    number = 1 + max(_starts(folder, init["id"]).values(), default=0)
     if training:  # its folders are known by their names, from the moment they are there
-        starts = [int(path.name.rpartition("-train")[2]) for path in folder.glob(f"wandb/*run-*-{init['id']}-train*")]
-        limits["x_sync_dir_suffix"] = f"train{max(starts, default=0) + 1}"
+        limits["x_sync_dir_suffix"] = f"train{number}"
     for attempt in dict.fromkeys((mode, "offline")):
         options = {"mode": attempt, "resume": "allow" if attempt == "online" else None, "reinit": "create_new"}
         try:
@@ -234,8 +242,9 @@ def _start(mode: str, init: dict, training: bool) -> Any:
                 raise
             log.warning("wandb could not start online, and goes on offline: %s", " ".join(str(error).split()))
             _leave()
-            if training:
-                shutil.rmtree(next(folder.glob(f"wandb/run-*-{init['id']}-{limits['x_sync_dir_suffix']}")))
+            for path, start in _starts(folder, init["id"]).items():
+                if start == number:
+                    shutil.rmtree(path, ignore_errors=True)
     run.define_metric("row", hidden=True)
     run.define_metric("tokens")
     for prefix in ("train", "val", "speed"):
@@ -243,5 +252,6 @@ def _start(mode: str, init: dict, training: bool) -> Any:
     for prefix, x in (("extrapolation", "length"), ("by_position", "position"), ("recall", "distance")):
         run.define_metric(f"{prefix}/{x}")
         run.define_metric(f"{prefix}/*", step_metric=f"{prefix}/{x}")
-    log.info("wandb    %s, run %s", run.url if attempt == "online" else f"offline in {folder / 'wandb'}", run.id)
+    where = run.url if attempt == "online" else f"offline in {Path(run.dir).parents[1]}"
+    log.info("wandb    %s, run %s", where, run.id)
     return run

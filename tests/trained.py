@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from eval import EvalConfig, evaluate_runs
 from model.checkpoint import latest_checkpoint
 from runs import Ranks, Stop, TrainConfig, check_settings, checked, resumed_config
+from runs.origin import RESUMABLE
 from train import Trainer
 
 REPOSITORY = Path(__file__).parents[1]
@@ -33,7 +34,7 @@ def run(folder: Path, *overrides, resume: bool = False, ranks: Ranks = ALONE) ->
     folder.mkdir(parents=True, exist_ok=True)
     config = composed(*overrides)
     if resume:
-        changes = [o for o in overrides if o.split("=")[0] == "train.max_steps"]
+        changes = [o for o in overrides if o.split("=")[0] in RESUMABLE]
         config = resumed_config(composed(*overrides, f"resume='{folder}'"), [*changes, f"resume={folder}"])
     with Stop() as stop:
         trainer = Trainer(config, check_settings(config, ranks), folder, ranks, stop)
