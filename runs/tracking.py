@@ -3,7 +3,6 @@
 import contextlib
 import json
 import logging
-import math
 import netrc
 import os
 import queue
@@ -49,15 +48,15 @@ class WandbRun:
     """
 
     def __init__(self, start: Callable[[], Any] | None = None, metrics: Path | None = None):
-        """metrics: the metrics.jsonl of a training. Every row of it is then logged, with its number, just once.
+        """metrics: the metrics.jsonl of a training. Every row of it is then logged once, with its place in its step.
 
         A run that is taken up logs the rows that it kept as well, but for those that the server has: wandb's history is
         a function of the file, however often the training was killed.
         """
         self._actions: queue.SimpleQueue[Callable[[Any], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._rows: int | None = None if metrics is None else 0  # of metrics.jsonl, logged so far
-        self._held = -1  # the last of them that the server has
+        self._places: list[tuple[int, int]] | None = None if metrics is None else []  # of all rows: (step, row)
+        self._held = (-1, -1)  # the last place that the server has
         self._given_up = False
         if start is None:
             return
@@ -76,10 +75,11 @@ class WandbRun:
     def log(self, row: dict) -> None:
         """Log what is there: None is left out, as wandb would show it as a value."""
         values = {key: value for key, value in finite(row).items() if value is not None}
-        if self._rows is not None:
-            values["row"] = self._rows
-            self._rows += 1
-        self._do(lambda run: run.log(values) if values.get("row", math.inf) > self._held else None)
+        if self._places is not None:
+            step, number = self._places[-1] if self._places else (-1, 0)
+            values["row"] = number + 1 if values["step"] == step else 0
+            self._places.append((values["step"], values["row"]))
+        self._do(lambda run: self._send(run, values))
 
     def summary(self, values: dict) -> None:
         self._do(lambda run: run.summary.update(values))
@@ -115,11 +115,15 @@ class WandbRun:
         if self._thread is not None and self._thread.is_alive():
             self._actions.put(action)
 
+    def _send(self, run: Any, values: dict) -> None:
+        if self._places is None or (values["step"], values["row"]) > self._held:
+            run.log(values)
+
     def _work(self, start: Callable[[], Any]) -> None:
         try:
             run = start()
-            if self._rows is not None:
-                self._held = run.summary.get("row", -1)
+            if self._places is not None:
+                self._held = (run.summary.get("step", -1), run.summary.get("row", -1))
             while action := self._actions.get():
                 action(run)
         except (Exception, SystemExit) as error:
@@ -132,8 +136,8 @@ class WandbRun:
         run.finish(exit_code=1 if failed else 0)
         with tempfile.TemporaryFile(dir=folder) as probe:  # wandb does not say that its disk is full or its folder gone
             probe.write(bytes(2**12))
-        if self._rows is not None:
-            _supersede(folder, run.id, list(range(self._held + 1, self._rows)))
+        if self._places is not None:
+            _supersede(folder, run.id, [place for place in self._places if place > self._held])
 
 
 def _leave() -> None:
@@ -154,7 +158,7 @@ def _starts(folder: Path, run_id: str) -> dict[Path, int]:
     return {path: int(found[1]) for path in folder.glob("*") if (found := name.fullmatch(path.name))}
 
 
-def _supersede(folder: Path, run_id: str, rows: list[int]) -> None:
+def _supersede(folder: Path, run_id: str, places: list[tuple[int, int]]) -> None:
     """Remove the offline folders of this training's earlier starts, once wandb's own reader finds all rows in this one.
 
     Raises OSError where it does not.
@@ -165,7 +169,8 @@ def _supersede(folder: Path, run_id: str, rows: list[int]) -> None:
     reader = [sys.executable, "-P", "-m", "wandb", "leet", "inspect", "--json", str(folder)]
     said = subprocess.run(reader, capture_output=True, text=True, timeout=FINISH, check=True).stdout
     records = [json.loads(line) for line in said.splitlines()]
-    if [record["history"]["item"].get("row") for record in records if record["type"] == "history"] != rows:
+    items = [record["history"]["item"] for record in records if record["type"] == "history"]
+    if [(item["step"], item["row"]) for item in items] != places:
         raise OSError(f"{folder} lacks rows of metrics.jsonl; the folders of earlier starts are kept")
     for path in starts:
         shutil.rmtree(path, ignore_errors=True)

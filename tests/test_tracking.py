@@ -1,26 +1,31 @@
 """wandb: its history is that of metrics.jsonl whatever happens to the training, and its faults never stop the work.
 
-Slower than other files, since the faults are real: processes are killed and started again, servers do not answer.
+Slower than other files: the faults are real, and what they do to a process' end shows only in a process of its own.
 """
 
+import contextlib
 import json
 import os
+import pty
 import random
 import re
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 import types
+from collections import Counter
 from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
 
 from runs import WandbRun, tracking
+from tests import processes
 from tests.trained import REPOSITORY, TINY, command, measure, metrics, records, run, same, weights
 from train import Trainer
 
@@ -30,9 +35,10 @@ KEY = "0123456789abcdef" * 3
 
 
 @pytest.fixture(autouse=True)
-def errors_stay_here(monkeypatch):
-    """start_wandb sets it for its process; here, only for the test."""
-    monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
+def environment(monkeypatch):
+    """What start_wandb sets in this process' environment is not there before, and not after."""
+    monkeypatch.setenv("WANDB_ERROR_REPORTING", "")
+    monkeypatch.delenv("WANDB_ERROR_REPORTING")
 
 
 def folders(outputs: Path, run_id: str = "") -> list[str]:
@@ -44,23 +50,26 @@ def wandb_id(folder: Path) -> str:
     return OmegaConf.load(folder / "config.yaml").provenance.wandb_id
 
 
-def history(wandb_folder: Path) -> list[dict]:
-    """The rows that wandb's own reader finds, without what wandb adds and what differs from machine to machine."""
-    items = [record["history"]["item"] for record in records(wandb_folder) if record["type"] == "history"]
+def history(said: list[dict]) -> list[dict]:
+    """The rows among wandb's records, without what wandb adds and what differs from machine to machine."""
+    items = [record["history"]["item"] for record in said if record["type"] == "history"]
     assert [item["_step"] for item in items] == list(range(len(items)))
     return [{key: value for key, value in item.items() if not key.startswith(("_", "speed/"))} for item in items]
 
 
-def numbered(folder: Path) -> list[dict]:
-    """What wandb's history must be: the rows of metrics.jsonl and their numbers, without empty values."""
-    rows = [{key: value for key, value in row.items() if value is not None} for row in metrics(folder)]
-    return [{**row, "row": number} for number, row in enumerate(rows)]
+def placed(rows: list[dict]) -> list[dict]:
+    """What wandb's history must be: the rows of metrics.jsonl without empty values, each with its place in its step."""
+    seen, found = Counter(), []
+    for row in rows:
+        found.append({**{key: value for key, value in row.items() if value is not None}, "row": seen[row["step"]]})
+        seen[row["step"]] += 1
+    return found
 
 
 def trained(folder: Path) -> list[dict]:
     """The history of the one training folder of a run."""
     (name,) = [name for name in folders(folder.parent, wandb_id(folder)) if "-train" in name]
-    return history(folder.parent / "wandb" / name)
+    return history(records(folder.parent / "wandb" / name))
 
 
 def services(parent: int) -> list[int]:
@@ -74,19 +83,18 @@ def start(*arguments, cwd: Path, before: str = "", env: dict | None = None, **ke
     script = str(REPOSITORY / "train.py")
     code = f"import runpy, sys; sys.path.insert(0, {str(REPOSITORY)!r}); sys.argv[0] = {script!r}; {before}"
     program = ["-c", f"{code}; runpy.run_path({script!r}, run_name='__main__')"] if before else [script]
-    keys = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **keys}
     env = {**os.environ, **(env or {})}
+    keys = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **keys}
     return subprocess.Popen([sys.executable, *program, *arguments], cwd=cwd, env=env, text=True, **keys)
 
 
-def await_(what, process: subprocess.Popen, seconds: float = 60):
-    """The first true value of `what`, while the process lives."""
-    end = time.monotonic() + seconds
-    while not (value := what()):
-        assert process.poll() is None
+def await_(what, process, seconds: float = 60) -> None:
+    """Until `what` is true, while the process lives."""
+    alive, end = getattr(process, "is_alive", lambda: process.poll() is None), time.monotonic() + seconds
+    while not what():
+        assert alive()
         assert time.monotonic() < end
         time.sleep(0.005)
-    return value
 
 
 def warnings(folder: Path) -> list[str]:
@@ -113,35 +121,31 @@ def whole(corpus, tmp_path_factory):
 
 def test_history_after_kills_is_that_of_an_uninterrupted_run(corpus, tmp_path):
     """Killed in the middle of training, and again while wandb starts; measured in between."""
-    settings = [*OFFLINE, *corpus, "train.max_steps=300", "train.eval_every=50", "train.checkpoint_every=5"]
-    folder = tmp_path / "outputs" / "run"
-    first = start(*settings, f"hydra.run.dir={folder}", cwd=tmp_path)
+    settings = [*OFFLINE, *corpus, "train.max_steps=200", "train.eval_every=50", "train.checkpoint_every=5"]
+    outputs = tmp_path / "outputs"
+    folder = outputs / "run"
+    (first,) = processes.start(folder, *settings)
     await_(lambda: list((folder / "checkpoint").glob("step_*5.safetensors")), first)
     time.sleep(seconds := random.uniform(0, 1))
     print(f"killed {seconds} s after the first checkpoint")
-    assert first.poll() is None
     first.kill()
-    first.communicate()
+    assert processes.end([first]) == [-signal.SIGKILL]
     run_id = wandb_id(folder)
-    assert len(folders(tmp_path / "outputs", run_id)) <= 1  # none, where it was killed before wandb's start
     measure(f"runs={folder}", "wandb.mode=offline")
-    (measurement,) = [name for name in folders(tmp_path / "outputs", run_id) if "-train" not in name]
+    (measurement,) = [name for name in folders(outputs, run_id) if "-train" not in name]
 
-    before = len(folders(tmp_path / "outputs", run_id))
-    second = start(f"resume={folder}", cwd=tmp_path)
-    await_(lambda: len(folders(tmp_path / "outputs", run_id)) > before, second)
+    before = folders(outputs, run_id)
+    (second,) = processes.start(folder, *settings, resume=True)
+    await_(lambda: folders(outputs, run_id) != before, second)
     second.kill()
-    second.communicate()
+    assert processes.end([second]) == [-signal.SIGKILL]
 
     run(folder, *settings, resume=True)
-    left = folders(tmp_path / "outputs", run_id)
-    assert len(left) == 2
-    assert measurement in left
-    assert any("by_position/nll" in row for row in history(tmp_path / "outputs" / "wandb" / measurement))
-
-    run(tmp_path / "other" / "run", *settings)
-    assert_whole(folder, tmp_path / "other" / "run")
-    assert trained(folder) == trained(tmp_path / "other" / "run") == numbered(folder)
+    assert len(folders(outputs, run_id)) == 2
+    assert any("by_position/nll" in row for row in history(records(outputs / "wandb" / measurement)))
+    other = run(tmp_path / "other" / "run", *settings).folder
+    assert_whole(folder, other)
+    assert trained(folder) == trained(other) == placed(metrics(folder))
 
 
 def test_a_run_that_began_without_wandb_is_there_as_a_whole(corpus, tmp_path):
@@ -149,8 +153,8 @@ def test_a_run_that_began_without_wandb_is_there_as_a_whole(corpus, tmp_path):
     for steps, mode in ((4, "disabled"), (6, "offline"), (8, "disabled"), (10, "offline")):
         settings = [*OFFLINE[:-1], *corpus, f"train.max_steps={steps}", f"wandb.mode={mode}"]
         run(folder, *settings, resume=steps > 4)
-    assert len(numbered(folder)) == 10 + 4 * 6  # steps, and four ends: a validation and its curve
-    assert trained(folder) == numbered(folder)
+    assert [row["step"] for row in metrics(folder) if "train/loss" in row] == list(range(1, 11))
+    assert trained(folder) == placed(metrics(folder))
     assert len(folders(tmp_path)) == 1
 
 
@@ -167,23 +171,22 @@ def test_many_rows_are_logged_anew_beside_the_work(tmp_path):
     with wandb:
         wandb.log({"step": 2000, "train/loss": float("nan"), "val/loss": None, "val/perplexity": float("inf")})
     (name,) = folders(tmp_path)
-    kept = [{key: value for key, value in row.items() if value is not None} for row in [*rows, {"step": 2000}]]
-    expected = [{**row, "row": number} for number, row in enumerate(kept)]
-    assert history(tmp_path / "wandb" / name) == expected
+    assert history(records(tmp_path / "wandb" / name)) == placed([*rows, {"step": 2000}])
     assert started < 1  # but for the import, seconds
 
 
 def test_rows_that_the_server_has_are_not_sent_again(tmp_path):
     """The server is a stand-in: what a run taken up online holds in its summary."""
 
-    sent = []
-    online = types.SimpleNamespace(summary={"row": 3}, log=sent.append)
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n')
-    wandb = WandbRun(lambda: online, tmp_path / "metrics.jsonl")
-    for step in (4, 5, 6):  # of these, a killed training had sent the first
-        wandb.log({"step": step})
+    sent, path = [], tmp_path / "metrics.jsonl"
+    online = types.SimpleNamespace(summary={"step": 2, "row": 1}, log=sent.append)
+    path.write_text('{"step": 1}\n{"step": 1, "val": 1}\n{"step": 2}\n')
+    wandb = WandbRun(lambda: online, path)
+    wandb.log({"step": 2, "val": 1})  # this row a killed process had sent
+    wandb.log({"step": 2, "curve": 1})
+    wandb.log({"step": 3})
     wandb.finish(failed=False)
-    assert sent == [{"step": 5, "row": 4}, {"step": 6, "row": 5}]
+    assert sent == [{"step": 2, "curve": 1, "row": 2}, {"step": 3, "row": 0}]
 
 
 def test_earlier_folders_stay_where_the_new_one_lacks_a_row(corpus, tmp_path, monkeypatch, caplog):
@@ -194,7 +197,7 @@ def test_earlier_folders_stay_where_the_new_one_lacks_a_row(corpus, tmp_path, mo
     def lossy(*arguments, **keys):
         wandb = real(*arguments, **keys)
         log = wandb.log
-        wandb.log = lambda values: values["row"] == 2 or log(values)
+        wandb.log = lambda values: values["step"] == 2 or log(values)
         return wandb
 
     monkeypatch.setattr(tracking, "_start", lossy)
@@ -206,74 +209,82 @@ def test_earlier_folders_stay_where_the_new_one_lacks_a_row(corpus, tmp_path, mo
 @pytest.fixture(scope="module")
 def black_hole():
     """The port of a server that accepts connections and never answers."""
-    import socket
-
     with socket.create_server(("127.0.0.1", 0), backlog=100) as server:
         yield server.getsockname()[1]
 
 
-def test_a_server_out_of_reach_costs_a_warning(corpus, whole, tmp_path, black_hole, home):
-    """Refused, silent, and one that wandb has no key for: it would ask on a terminal, if it could."""
-    import pty
+AUTO = [setting for setting in TINY if not setting.startswith("wandb")]
+ONLINE = {"WANDB_MODE": "online", "WANDB_API_KEY": KEY}
 
-    (home / ".config" / "wandb").mkdir(parents=True)
-    netrc = home / "netrc"
-    netrc.write_text(f"machine api.wandb.ai login user password {KEY}\n")
-    online = {"WANDB_MODE": "online", "WANDB_INIT_TIMEOUT": "2", "HOME": str(home)}
-    keyed = {**online, "WANDB_API_KEY": KEY}
+
+def test_a_server_that_refuses(corpus, whole, tmp_path, monkeypatch, caplog):
+    wandb = pytest.importorskip("wandb")
+    for name, value in {**ONLINE, "WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_INIT_TIMEOUT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    wandb.teardown()  # it reads the environment only once
+    begun = time.monotonic()
+    run(tmp_path / "run", *AUTO, *corpus)
+    assert time.monotonic() - begun < 30
+    wandb.teardown()
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert warning.startswith("wandb could not start online, and goes on offline: ")
+    assert_whole(tmp_path / "run", whole)
+    assert trained(tmp_path / "run") == placed(metrics(whole))
+    assert len(folders(tmp_path)) == 1
+
+
+def test_a_server_that_never_answers_and_one_without_a_key(corpus, whole, tmp_path, black_hole, home):
+    """Without a key for its server, wandb would ask on the terminal; it must not."""
     environments = {
-        "refused": {**keyed, "WANDB_BASE_URL": "http://127.0.0.1:9"},
-        "silent": {**keyed, "WANDB_BASE_URL": f"http://127.0.0.1:{black_hole}"},
-        "asking": {**online, "NETRC": str(netrc)},
+        "silent": {**ONLINE, "WANDB_BASE_URL": f"http://127.0.0.1:{black_hole}", "WANDB_INIT_TIMEOUT": "2"},
+        "asking": {"WANDB_MODE": "online", "NETRC": str(home / "netrc"), "HOME": str(home)},
     }
+    (home / ".config" / "wandb").mkdir(parents=True)
     (home / ".config" / "wandb" / "settings").write_text("[default]\nbase_url = http://127.0.0.1:9\n")
+    (home / "netrc").write_text(f"machine api.wandb.ai login user password {KEY}\n")
     ours, theirs = pty.openpty()
-    processes = {}
+    jobs, said = {}, b""
     for name, env in environments.items():
         terminal = {"stdin": theirs, "stdout": theirs, "stderr": theirs} if name == "asking" else {}
-        auto = [setting for setting in TINY if not setting.startswith("wandb")]
-        processes[name] = start(*auto, *corpus, f"hydra.run.dir={name}", cwd=tmp_path, env=env, **terminal)
+        jobs[name] = start(*AUTO, *corpus, f"hydra.run.dir={name}", cwd=tmp_path, env=env, **terminal)
     os.close(theirs)
-    said = b""
-    with os.fdopen(ours, "rb", buffering=0) as terminal:
-        try:
-            while part := terminal.read(4096):
-                said += part
-        except OSError:  # its other end is closed
-            pass
-    for name, process in processes.items():
-        _, errors = process.communicate(timeout=100)
-        assert process.returncode == 0, (errors, said)
+    with open(ours, "rb", buffering=0) as terminal, contextlib.suppress(OSError):  # where its other end is closed
+        while part := terminal.read(4096):
+            said += part
+    for name, job in jobs.items():
+        _, errors = job.communicate(timeout=60)
+        assert job.returncode == 0, (errors, said)
         assert "Traceback" not in (errors or said.decode())
         (warning,) = warnings(tmp_path / name)
         assert warning.startswith("wandb could not start online, and goes on offline: ")
         assert_whole(tmp_path / name, whole)
-        assert trained(tmp_path / name) == numbered(whole)
-    assert len(folders(tmp_path)) == 3
+    assert b"choice" not in said
+    assert len(folders(tmp_path)) == 2
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_while_wandb_starts(number, corpus, tmp_path, black_hole):
-    env = {"WANDB_MODE": "online", "WANDB_API_KEY": KEY, "WANDB_BASE_URL": f"http://127.0.0.1:{black_hole}"}
-    settings = [*(setting for setting in TINY if not setting.startswith("wandb")), *corpus, "train.max_steps=100000"]
-    process = start(
-        *settings,
-        "hydra.run.dir=run",
-        cwd=tmp_path,
-        env={**env, "WANDB_INIT_TIMEOUT": "4"},
-        # a shell's background jobs ignore Ctrl-C, and so would their children
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
-    try:
-        await_(lambda: (tmp_path / "wandb").exists() and (tmp_path / "run" / "checkpoint").exists(), process)
-        process.send_signal(number)
-        _, errors = process.communicate(timeout=30)
-    finally:
-        process.kill()
-    assert process.returncode in (128 + number, -number)
-    assert "Traceback" not in errors
-    steps = [row["step"] for row in metrics(tmp_path / "run") if "train/loss" in row]
-    assert steps == list(range(1, len(steps) + 1))
+def test_signals_while_wandb_starts(corpus, tmp_path, black_hole):
+    env = {**ONLINE, "WANDB_BASE_URL": f"http://127.0.0.1:{black_hole}", "WANDB_INIT_TIMEOUT": "3"}
+    keys = {"cwd": tmp_path, "env": env}
+    # a shell's background jobs ignore Ctrl-C, and so would their children
+    keys["preexec_fn"] = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    jobs = {
+        number: start(*AUTO, *corpus, "train.max_steps=100000", f"hydra.run.dir={int(number)}/run", **keys)
+        for number in numbers
+    }
+    for number, job in jobs.items():
+        folder = tmp_path / str(int(number))
+        await_(lambda folder=folder: (folder / "wandb").exists() and (folder / "run" / "checkpoint").exists(), job)
+        job.send_signal(number)
+    for number, job in jobs.items():
+        try:
+            _, errors = job.communicate(timeout=60)
+        finally:
+            job.kill()
+        assert job.returncode == 128 + number
+        assert "Traceback" not in errors
+        steps = [row["step"] for row in metrics(tmp_path / str(int(number)) / "run") if "train/loss" in row]
+        assert steps == list(range(1, len(steps) + 1))
 
 
 def reached(trainer: Trainer) -> None:
@@ -330,8 +341,10 @@ def test_what_becomes_of_wandb_does_not_touch_the_run(
         (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
         assert warning.startswith(words)
         assert_whole(tmp_path / "run", whole)
+        caplog.clear()
         run(tmp_path / "next" / "run", *OFFLINE, *corpus)  # in the same process, with a service of its own
-        assert trained(tmp_path / "next" / "run") == numbered(whole)
+        assert trained(tmp_path / "next" / "run") == placed(metrics(whole))
+        assert "WARNING" not in caplog.text
     finally:
         for pid in victims:
             os.kill(pid, signal.SIGKILL)
@@ -390,28 +403,28 @@ def test_the_exit_of_the_process_waits_for_nothing(corpus, tmp_path):
     settings = [*OFFLINE, *corpus, *LONG]
     before = "import runs.tracking; runs.tracking.START = runs.tracking.FINISH = 1"
     env = {"WANDB_INIT_TIMEOUT": "30"}
-    processes = {}
+    jobs = {}
     for name in ("killed", "stopped"):
         with open(tmp_path / f"{name}.txt", "w") as said:  # a pipe would stay open as long as the service
             output = {"stdout": said, "stderr": said}
-            processes[name] = start(*settings, f"hydra.run.dir={name}", cwd=tmp_path, before=before, env=env, **output)
+            jobs[name] = start(*settings, f"hydra.run.dir={name}", cwd=tmp_path, before=before, env=env, **output)
     victims = []
     try:
         for name, number in (("killed", signal.SIGKILL), ("stopped", signal.SIGSTOP)):
-            process = processes[name]
+            process = jobs[name]
             log = tmp_path / name / "train.log"
             await_(lambda log=log: log.exists() and "wandb    offline" in log.read_text(), process)
             (pid,) = services(process.pid)
             os.kill(pid, number)
             victims.append(pid)
-        for name, process in processes.items():
+        for name, process in jobs.items():
             assert process.wait(60) == 0
             assert "Traceback" not in (tmp_path / f"{name}.txt").read_text()
             (warning,) = warnings(tmp_path / name)
             assert warning.startswith("wandb ")
             assert all_steps(tmp_path / name)
     finally:
-        for process in processes.values():
+        for process in jobs.values():
             process.kill()
         for pid in victims[1:]:
             os.kill(pid, signal.SIGKILL)
@@ -444,14 +457,12 @@ def test_every_job_of_a_sweep_has_a_wandb_run_of_its_own(corpus, tmp_path):
     for path in (outputs / "wandb").glob("offline-run-*"):
         said = records(path)
         (begin,) = [record["run"] for record in said if record["type"] == "run"]
-        (exit_,) = [record["exit"] for record in said if record["type"] == "exit"]
-        assert begin["config"]["update"]["name"] == begin["display_name"]
-        found[begin["display_name"]] = (begin["run_id"], exit_.get("exit_code", 0))
-    assert {name: code for name, (_, code) in found.items()} == {"lr0.001": 0, "lr1e+30": 1, "lr0.002": 0}
-    for name, (run_id, _) in found.items():
-        (folder,) = outputs.glob(f"*_{name}")
-        assert wandb_id(folder) == run_id
-        assert trained(folder) == numbered(folder)
+        (end,) = [record["exit"] for record in said if record["type"] == "exit"]
+        (folder,) = outputs.glob(f"*_{begin['display_name']}")
+        assert wandb_id(folder) == begin["run_id"]
+        assert history(said) == placed(metrics(folder))
+        found[begin["display_name"]] = end["exit_code"]
+    assert found == {"lr0.001": 0, "lr1e+30": 1, "lr0.002": 0}
     one = run(tmp_path / "alone", *TINY, *corpus, "train.lr=2e-3")
     (last,) = outputs.glob("*_lr0.002")
     assert_whole(last, one.folder)

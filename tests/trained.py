@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from hydra import compose, initialize_config_dir
 from safetensors.torch import load_file
+from wandb.util import get_core_path
 
 from eval import EvalConfig, evaluate_runs
 from model.checkpoint import latest_checkpoint
@@ -66,12 +67,8 @@ def command(script: str, *arguments, cwd: Path, launcher=(sys.executable,)) -> s
 
 
 def records(wandb_folder: Path) -> list[dict]:
-    """An offline run's log, read back by wandb's own reader."""
-    text = subprocess.run(
-        [Path(sys.executable).with_name("wandb"), "leet", "inspect", "--json", wandb_folder],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=60,
-    ).stdout
+    """An offline run's log, read back by wandb's own reader; `wandb leet inspect --json` starts it, in a second."""
+    (log,) = wandb_folder.glob("*.wandb")
+    reader = [get_core_path(), "leet", "inspect", "--no-observability", "--json", "--run-file", log, log.parent]
+    text = subprocess.run(reader, capture_output=True, text=True, check=True, timeout=60).stdout
     return [json.loads(line) for line in text.splitlines()]
