@@ -52,6 +52,7 @@ from model.checkpoint import (
 from model.config import GPTConfig
 from model.positions import SCHEMES
 from model.registry import lookup
+from model.safety import printable
 from model.sampling import continuations
 from model.scaling import SCALINGS
 
@@ -92,6 +93,8 @@ class EvalConfig:
     device: str = MISSING
     precision: str = MISSING
     out: str | None = MISSING
+    cache: str | None = MISSING
+    trust: bool = MISSING
     prompt: Any = MISSING
     tokens: int = MISSING
     temperature: float = MISSING
@@ -162,11 +165,12 @@ def read_runs(config: DictConfig, ranks: runs.Ranks) -> list[Run]:
     if len(set(names)) < len(names):
         names = [str(folder) for folder, *_ in read]
     tokenizers = [get_tokenizer(**settings.tokenizer) for _, settings, *_ in read]
+    texts = []
     for (folder, settings, *_), tokenizer, gpt_config in zip(read, tokenizers, configs, strict=True):
         _check_header(folder, settings, tokenizer, gpt_config)
-    texts = [
-        (DataConfig(**settings.data), tokenizer) for (_, settings, *_), tokenizer in zip(read, tokenizers, strict=True)
-    ]
+        data = replace(DataConfig(**settings.data), cache=config.cache or DataConfig.cache)  # never the run's wish
+        runs.check_source(folder, data, config.trust, "cache")
+        texts.append((data, tokenizer))
     files = ranks.in_turn(lambda: [prepare(*text, say=log.info) for text in texts])
     return [Run(*of_run, *others) for of_run, *others in zip(read, configs, names, tokenizers, files, strict=True)]
 
@@ -250,7 +254,7 @@ def plan_tasks(
                 continue
             gpt_config = run.config if scaling is None else replace(run.config, scaling=scaling)
             job = Job(gpt_config, run.files, run.tokenizer, scoring)
-            folder = Path(run.settings.data.cache).expanduser() / "measurements"
+            folder = run.files.folder.parent / "measurements"
             losses = Losses(folder, job.identity() | machine | {"weights": weights}, new_losses(job.plan), config.fresh)
             if any(task.run is run and task.job.config == gpt_config for task in tasks):
                 skipped.append(f"{label}: is measured already, under another name")
@@ -408,7 +412,10 @@ def evaluate_runs(config: DictConfig, ranks: runs.Ranks = runs.Ranks()) -> list[
         first.result.update(probe(task, config, max(scoring.lengths), device, precision))
     everything = [measurement for of_task in by_task for measurement in of_task]
     notes = comparability([m.result for m in everything])
-    commands = [*dict.fromkeys(str(run.origin.get("command", "?")) for run in loaded), shlex.join(sys.argv)]
+    commands = [
+        *dict.fromkeys(str(run.origin.get("command", "?")) for run in loaded),
+        shlex.join(runs.redacted(sys.argv)),
+    ]
     settings = {run.name: OmegaConf.to_container(run.settings) for run in loaded}
     report = Report(everything, config.reference, config.sort, notes, skipped, commands, settings)
     print(report.text())
@@ -494,6 +501,7 @@ def sample_text(config: DictConfig, ranks: runs.Ranks) -> list[str]:
     prompts, new = [torch.tensor(one) for one in ids], [[] for _ in ids]
     drawing = {key: config[key] for key in ("temperature", "top_k", "top_p", "seed")}
     shown, start = len(given[0]) if len(given) == 1 else 0, time.perf_counter()
+    say = printable if sys.stdout.isatty() else str  # a model may write what a terminal would obey
     if len(given) == 1:
         print(given[0], end="", flush=True)
     with runs.autocast(device, precision):
@@ -503,11 +511,11 @@ def sample_text(config: DictConfig, ranks: runs.Ranks) -> list[str]:
             if len(given) == 1:
                 text = given[0] + tokenizer.decode(new[0])
                 whole = len(text.rstrip("\ufffd"))  # the bytes of a character may come one by one
-                print(text[shown:whole], end="", flush=True)
+                print(say(text[shown:whole]), end="", flush=True)
                 shown = max(shown, whole)
     count, seconds = sum(map(len, new)), time.perf_counter() - start
     texts = [prompt + tokenizer.decode(one) for prompt, one in zip(given, new, strict=True)]
-    print(texts[0][shown:] if len(given) == 1 else "\n\n".join(texts))
+    print(say(texts[0][shown:] if len(given) == 1 else "\n\n".join(texts)))
     log.info(
         "%d tokens in %.2f s: %.0f tokens/s, %s on %s in %s",
         count,

@@ -168,7 +168,7 @@ class Trainer:
         """config.yaml: the settings as used, and where they were used. Refuses a folder that holds a run already."""
         path = self.folder / "config.yaml"
         plain = OmegaConf.to_container(self.config, throw_on_missing=True)
-        plain["resume"] = None
+        plain |= {"resume": None, "trust": False}
         here = {**runs.provenance(), "device": str(self.device), "device_name": runs.device_name(self.device)}
         here |= {"threads": torch.get_num_threads(), "processes": self.ranks.world_size, "precision": self.precision}
         here |= {"fingerprint": self.files.fingerprint, "wandb_id": self.wandb_id}
@@ -436,9 +436,9 @@ def main(config: DictConfig) -> float:
             overrides = list(hydra_config.overrides.task)
             if config.resume:
                 source = Path(config.resume).expanduser()
+                config = runs.resumed_config(config, overrides)
                 if ranks.first and (source / "config.yaml").exists() and source.resolve() != folder.resolve():
                     raise ValueError(f"hydra.run.dir={folder}: not together with resume=, which goes on in {source}")
-                config = runs.resumed_config(config, overrides)
             elif config.repeat:
                 config = runs.repeated_config(config, overrides)
             config = runs.from_source(config)

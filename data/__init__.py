@@ -3,7 +3,7 @@
 from data.batches import draw_batch, window_starts
 from data.corpora import DataConfig, absolute, refuse_url
 from data.tokenizers import Tokenizer, get_tokenizer
-from data.tokens import TokenFiles, prepare
+from data.tokens import TokenFiles, prepare, used_before
 
 __all__ = [
     "DataConfig",
@@ -14,5 +14,6 @@ __all__ = [
     "get_tokenizer",
     "prepare",
     "refuse_url",
+    "used_before",
     "window_starts",
 ]

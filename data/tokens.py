@@ -181,6 +181,19 @@ def _remove(folder: Path, lock: int | None) -> None:
         shutil.rmtree(folder, ignore_errors=True)  # NFS keeps a file, and so its folder, for as long as it is open
 
 
+def used_before(config: DataConfig) -> bool:
+    """Whether data.cache has token files of the source that a configuration names, whatever was taken of it."""
+    source = [json.dumps(getattr(config, key), default=list) for key in ("kind", "path", "subset", "revision")]
+    for path in Path(config.cache).expanduser().glob("[!.]*/tokens.json"):
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))["data"]
+            if [json.dumps(found[key]) for key in ("kind", "path", "subset", "revision")] == source:
+                return True
+        except (OSError, ValueError, KeyError, TypeError):  # damaged: open_tokens says so, where it is needed
+            continue
+    return False
+
+
 def open_tokens(folder: Path, config: DataConfig, tokenizer: Tokenizer) -> TokenFiles:
     """Map a folder's files. ValueError, naming the file, if one is damaged or the tokenizer is another.
 

@@ -24,6 +24,7 @@ from safetensors.torch import load_file, save_file
 
 from model.config import GPTConfig
 from model.gpt import GPT
+from model.safety import check_folder, check_header, check_tensors, load_pickled, read_text
 
 log = logging.getLogger("ropewalk")
 
@@ -105,13 +106,17 @@ def step_of(path: Path) -> int:
 
 
 def checkpoints(run: str | Path) -> list[Path]:
-    """The weights files of a run's checkpoints by step. FileNotFoundError, saying what is missing, if none."""
+    """The weights files of a run's checkpoints by step. FileNotFoundError, saying what is missing, if none.
+
+    ValueError where something in the folder leads out of it (model.safety).
+    """
     run = Path(run)
     if not run.is_dir():
         raise FileNotFoundError(f"{run}: no such run folder")
-    found = [path for path in (run / "checkpoint").glob("step_*.safetensors") if _NAME.fullmatch(path.name)]
+    found = [path for path in (run / "checkpoint").glob("*") if re.fullmatch(r"step_\d+\.safetensors", path.name)]
     if not found:
         raise FileNotFoundError(f"{run}: holds no checkpoint (checkpoint/step_*.safetensors); was it a training run?")
+    check_folder(run)
     return sorted(found, key=step_of)
 
 
@@ -135,6 +140,7 @@ def latest_checkpoint(run: str | Path, resumable: bool = False) -> Path:
 
 def best_checkpoint(run: str | Path) -> Path:
     """The weights file of the checkpoint with the lowest validation loss. FileNotFoundError if it is not known."""
+    check_folder(run)
     best = read_best(run)
     if best is None:
         raise FileNotFoundError(f"{run}: its best checkpoint is not known (checkpoint/best.json); use the last one")
@@ -148,7 +154,7 @@ def best_checkpoint(run: str | Path) -> Path:
 def read_best(run: str | Path) -> tuple[int, float] | None:
     """Step and validation loss (nats a token) of the best checkpoint; None where it is not known."""
     try:
-        best = json.loads((Path(run) / "checkpoint" / "best.json").read_text(encoding="utf-8"))
+        best = json.loads(read_text(Path(run) / "checkpoint" / "best.json"))
         return int(best["step"]), float(best["nll"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
@@ -174,7 +180,7 @@ def check_whole(path: Path) -> None:
     Without one (an imported model, say) nothing is known, and nothing checked.
     """
     try:
-        lines = path.with_suffix(".sha256").read_text(encoding="utf-8").splitlines()
+        lines = read_text(path.with_suffix(".sha256")).splitlines()
         expected = dict(line.split("  ", 1)[::-1] for line in lines).get(path.name)
     except FileNotFoundError:
         return
@@ -190,7 +196,8 @@ def check_whole(path: Path) -> None:
 def read_config(path: Path) -> GPTConfig:
     """The GPTConfig in a weights file's header. ValueError, naming the file, if it is damaged or not ours."""
     with _damage(path), safe_open(path, "pt") as file:
-        return GPTConfig.from_dict(json.loads((file.metadata() or {})["config"]))
+        check_header(config := json.loads((file.metadata() or {})["config"]), file)
+        return GPTConfig.from_dict(config)
 
 
 def load_weights(path: Path, device: str | torch.device = "cpu", scaling: dict | None = None) -> GPT:
@@ -203,6 +210,8 @@ def load_weights(path: Path, device: str | torch.device = "cpu", scaling: dict |
     if scaling is not None:
         config = replace(config, scaling=scaling)
     with _damage(path):
+        with torch.device("meta"), safe_open(path, "pt") as file:
+            check_tensors(GPT(replace(config, n_layer=1)).state_dict(), config.n_layer, file)
         model = GPT(config)
         model.load_state_dict(load_file(path))
     return model.to(device).eval()
@@ -212,7 +221,7 @@ def load_weights(path: Path, device: str | torch.device = "cpu", scaling: dict |
 def _damage(path: Path) -> Iterator[None]:
     try:
         yield
-    except (SafetensorError, KeyError, TypeError, ValueError, RuntimeError) as error:
+    except (SafetensorError, KeyError, TypeError, ValueError, RuntimeError, ArithmeticError) as error:
         raise ValueError(f"{path}: not a whole checkpoint of this program ({error})") from error
 
 
@@ -228,6 +237,6 @@ def load_state(weights: Path, device: str | torch.device = "cpu") -> dict:
     """The training state saved beside a weights file. ValueError, naming the file, if it is missing or damaged."""
     path = weights.with_suffix(".pt")
     try:
-        return torch.load(path, map_location=device, weights_only=True)
+        return load_pickled(path, device)
     except Exception as error:  # torch.load raises whatever the damage happens to trigger
         raise ValueError(f"{path}: not a whole training state ({error}); it cannot be resumed from") from error

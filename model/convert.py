@@ -21,6 +21,7 @@ from torch import Tensor
 
 from model.checkpoint import latest_checkpoint, load_weights, new_folder, save_checkpoint
 from model.gpt import GPT
+from model.safety import printable, read_yaml_text
 
 USAGE = "use run=<run folder> layout=half or interleaved, and out=<new folder> for another than <run>_<layout>"
 # A YAML string on one line: in single or double quotes, or plain without a comment behind it.
@@ -103,7 +104,7 @@ def convert_run(run: str | Path, layout: str, out: str | Path | None = None) -> 
     if not path.is_file():
         raise FileNotFoundError(f"{run}: not a run folder (it has no config.yaml)")
     try:
-        text = convert_config(path.read_text(encoding="utf-8"), source, layout)
+        text = convert_config(read_yaml_text(path), source, layout)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
     out = run.with_name(f"{run.name}_{layout}") if out is None else Path(os.path.abspath(Path(out).expanduser()))
@@ -129,7 +130,7 @@ def main(words: list[str]) -> int:
         given = read_words(words, {"run", "layout"}, {"out"}, USAGE)
         out = convert_run(**given)
     except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {printable(error)}", file=sys.stderr)
         return 2
     print(f"wrote {out}: pos.layout={given['layout']}, with the logits of {given['run']}")
     print(f"It can be evaluated, or started from (init_from={out} pos.layout={given['layout']}), but not resumed.")

@@ -33,6 +33,7 @@ from model.hf_weights import (
     to_transformers,
     transformers,
 )
+from model.safety import check_folder, printable, read_text, read_yaml_text
 
 USAGE = (
     "use export run=<run folder> out=<new folder>, or import name=<folder or hub id> out=<new run folder> and "
@@ -66,8 +67,8 @@ difference is {difference:.1e}, next to a largest logit of {largest:.3g}.
 
 ## Settings
 
-````yaml
-{settings}````
+{fence}yaml
+{settings}{fence}
 """
 
 
@@ -106,13 +107,14 @@ def export_run(run: str | Path, out: str | Path) -> list[str]:
         exported.save_pretrained(folder)
         if tokenizer:
             tokenizer.save_pretrained(folder)
-        shown = "".join(f"\n{note}\n" for note in notes)
+        shown = "".join(f"\n{_plain(note)}\n" for note in notes)
         about = f"{c.n_layer} layers of {c.n_head} heads, pos={c.pos['name']}, checkpoint {weights.stem}. Trained with "
         about += f"Ropewalk, and rearranged as {type(exported).__name__} of transformers {library.__version__}. "
         about += "Versions before {}.{} read some rotary settings otherwise.".format(*OLDEST)
+        fence = "`" * (1 + max(map(len, re.findall("`{3,}", text)), default=3))  # that nothing in the text ends
         card = CARD.format(
-            name=settings.get("name", run.name), about=about, train_length=c.train_length, notes=shown,
-            measured=_measured(run, weights.stem), settings=text, **checked,
+            name=_plain(settings.get("name", run.name)), about=about, train_length=c.train_length, notes=shown,
+            measured=_measured(run, weights.stem), settings=text, fence=fence, **checked,
         )  # fmt: skip
         (folder / "README.md").write_text(card, encoding="utf-8")
     said = f"{type(exported).__name__}, {'with' if tokenizer else 'without'} a tokenizer"
@@ -127,12 +129,13 @@ def _read_settings(run: Path) -> tuple[str, dict]:
     path = run / "config.yaml"
     if not path.is_file():
         raise FileNotFoundError(f"{run}: not a run folder (it has no config.yaml)")
+    check_folder(run)
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_yaml_text(path)
         settings = yaml.safe_load(text)
         if not all(isinstance(settings[block]["name"], str) for block in ("tokenizer", "data")):
             raise ValueError("tokenizer.name or data.name is no name")
-    except (ValueError, KeyError, TypeError, yaml.YAMLError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError, yaml.YAMLError) as error:
         raise ValueError(f"{path}: not a configuration written by train.py ({error!r})") from error
     return text, settings
 
@@ -190,9 +193,9 @@ def _measured(run: Path, checkpoint: str) -> str:
     if not path.is_file():
         return "Nothing yet: the run has no extrapolation.json, which `python eval.py` writes."
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
+        document = json.loads(read_text(path, most=1 << 26))
         return "\n\n".join(_table(result, checkpoint) for result in document.get("results", [document]))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
         raise ValueError(f"{path}: not written by eval.py ({error!r}); delete it, or measure anew") from error
 
 
@@ -200,20 +203,26 @@ def _table(result: dict, checkpoint: str) -> str:
     scaling = (result["scaling"] or {"name": "none"})["name"]
     stride = f" of stride {result['stride']}" if result["stride"] else ""
     where = f"{result['corpus']} (fingerprint {result['fingerprint']}), {result['protocol']} windows{stride}"
-    lines = [f"{result['checkpoint']}, scaling {scaling}, on {where}, in {result['precision']}:", ""]
+    lines = [_plain(f"{result['checkpoint']}, scaling {scaling}, on {where}, in {result['precision']}:"), ""]
     if result["checkpoint"] != checkpoint:
         lines[0] = f"An earlier checkpoint than the one here, {lines[0]}"
     lines += ["| length | perplexity | bits per byte | nll (nats per token) | tokens scored |", "|--:|--:|--:|--:|--:|"]
     for row in result["rows"]:
         if row["nll"] is None:
-            lines.append(f"| {row['length']} | {row['note']} | | | |")
+            lines.append(f"| {_plain(row['length'])} | {_plain(row['note'])} | | | |")
             continue
         bits = "" if row.get("bits_per_byte") is None else f"{row['bits_per_byte']:.4f}"
         error = "" if row["stderr"] is None else f" ± {row['stderr']:.4f}"
         lines.append(
-            f"| {row['length']} | {row['perplexity']:.3f} | {bits} | {row['nll']:.4f}{error} | {row['scored']} |"
+            f"| {_plain(row['length'])} | {row['perplexity']:.3f} | {bits} | {row['nll']:.4f}{error} | "
+            f"{_plain(row['scored'])} |"
         )
     return "\n".join(lines)
+
+
+def _plain(text: object) -> str:
+    """Words from a run, on one line, as text of a card: no links, no pictures, no HTML, no other cells."""
+    return re.sub(r"[\\`\[\]<>|&]", r"\\\g<0>", " ".join(printable(text).split()))
 
 
 # ---- in -------------------------------------------------------------------------------------------------------------
@@ -356,7 +365,7 @@ def main(words: list[str]) -> int:
         else:
             said = import_run(**read_words(words[1:], {"name", "out"}, {"like"}, USAGE))
     except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {printable(error)}", file=sys.stderr)
         return 2
     print("\n".join(said))
     return 0

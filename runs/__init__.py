@@ -8,6 +8,7 @@ from runs.processes import Ranks, all_jobs, join_processes
 from runs.settings import CONFIGS, TrainConfig, checked, clear_errors, entry, meant, read_run, require
 from runs.signals import Stop, Stopped
 from runs.tracking import WandbRun, new_wandb_id, start_wandb, wandb_identity, wandb_mode
+from runs.trust import check_source, redacted
 
 __all__ = [
     "CONFIGS",
@@ -21,6 +22,7 @@ __all__ = [
     "all_jobs",
     "autocast",
     "check_settings",
+    "check_source",
     "checked",
     "clear_errors",
     "device_name",
@@ -34,6 +36,7 @@ __all__ = [
     "pick_precision",
     "provenance",
     "read_run",
+    "redacted",
     "repeated_config",
     "require",
     "resumed_config",

@@ -18,9 +18,12 @@ from pathlib import Path
 
 from measure.statistics import finite
 from model.checkpoint import write_text
+from model.safety import check_folder
 from runs.processes import torchrun
+from runs.trust import redacted
 
 CHECKOUT = Path(__file__).parents[1]
+LONGEST_ROW = 1 << 20  # characters of a row of metrics.jsonl
 
 
 def run_dir(resume: str | None, repeat: str | None, name: str) -> str:
@@ -32,8 +35,11 @@ def run_dir(resume: str | None, repeat: str | None, name: str) -> str:
         folder = tempfile.mkdtemp(prefix="ropewalk-rank-")
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
         return folder
-    if resume and (Path(resume).expanduser() / "config.yaml").is_file():  # else the error must not make the folder
-        return str(Path(resume).expanduser())
+    # Else the error must not make the folder, nor be written through a link that a stranger has put in its place.
+    if resume and ((source := Path(resume).expanduser()) / "config.yaml").is_file():
+        with contextlib.suppress(ValueError):
+            check_folder(source, to_write=True)
+            return str(source)
     if repeat:
         name = f"repeat_of_{Path(repeat).expanduser().resolve().name}"
     stem = Path("outputs") / f"{datetime.now():%Y-%m-%d_%H-%M-%S}_{name.replace(os.sep, '_')}"
@@ -51,7 +57,7 @@ def latest_run(root: Path) -> Path:
     found = [path for path in root.glob("[!.]*/checkpoint/*.safetensors") if (path.parents[1] / "config.yaml").exists()]
     if not found:
         raise FileNotFoundError(f"no run with a checkpoint under {root}/; train one first, or give runs=[<folder>]")
-    return max(found, key=lambda path: path.stat().st_mtime_ns).parents[1]
+    return max(found, key=lambda path: path.lstat().st_mtime_ns).parents[1]
 
 
 PACKAGES = ("torch", "numpy", "tiktoken", "datasets", "hydra-core", "wandb", "safetensors")
@@ -61,7 +67,7 @@ def provenance() -> dict:
     """Where a number came from, as far as the program can know: what ran, and of which source."""
     packages = {name: version(name) for name in PACKAGES}
     here = {"python": platform.python_version(), "machine": f"{platform.system()} {platform.machine()}"}
-    return {"command": shlex.join(sys.argv), **here, "packages": packages, **_source()}
+    return {"command": shlex.join(redacted(sys.argv)), **here, "packages": packages, **_source()}
 
 
 def _source() -> dict:
@@ -85,10 +91,13 @@ def _source() -> dict:
 def read_metrics(path: Path) -> list[dict]:
     """The rows of a metrics.jsonl, without what is none: the last line of a killed run may be half a line."""
     rows = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        with contextlib.suppress(ValueError):
-            rows.append(json.loads(line))
-    return [row for row in rows if isinstance(row, dict) and isinstance(row.get("step"), int)]
+    with open(path, encoding="utf-8", errors="replace") as file:
+        for line in iter(lambda: file.readline(LONGEST_ROW), ""):
+            with contextlib.suppress(ValueError, RecursionError):
+                row = json.loads(line)
+                if isinstance(row, dict) and isinstance(row.get("step"), int):
+                    rows.append(row)
+    return rows
 
 
 class MetricsFile:

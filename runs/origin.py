@@ -10,17 +10,20 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from torch.nn.functional import interpolate
 
+from data import DataConfig
 from model import GPT
 from model.checkpoint import latest_checkpoint, load_run, load_weights, read_config, step_of
+from model.safety import check_folder
 from runs.folder import read_metrics
 from runs.settings import TrainConfig, checked, read_run
+from runs.trust import check_source
 
 log = logging.getLogger("ropewalk")
 
 # What may differ from the run that is resumed, or repeated; all else comes from its config.yaml.
 RESUMABLE = {"resume", "device", "wandb.mode", "train.max_steps", "train.eval_every", "train.checkpoint_every"}
-RESUMABLE |= {"train.keep", "train.skip_bad_steps"}
-REPEATABLE = {"repeat", "device", "wandb.mode", "train.keep"}
+RESUMABLE |= {"train.keep", "train.skip_bad_steps", "data.cache", "trust"}
+REPEATABLE = {"repeat", "device", "wandb.mode", "train.keep", "data.cache", "trust"}
 
 
 def resumed_config(config: DictConfig, overrides: list[str]) -> DictConfig:
@@ -41,7 +44,9 @@ def repeated_config(config: DictConfig, overrides: list[str]) -> DictConfig:
 
 
 def _as_there(config: DictConfig, how: str, overrides: list[str], free: set[str], way_out: str) -> DictConfig:
-    saved, _ = read_run(Path(config[how]).expanduser())
+    saved, _ = read_run(source := Path(config[how]).expanduser())
+    if how == "resume":
+        check_folder(source, to_write=True)
     for override in overrides:
         key = override.split("=", 1)[0].lstrip("+~")
         if key not in free:
@@ -50,13 +55,17 @@ def _as_there(config: DictConfig, how: str, overrides: list[str], free: set[str]
                 f"decides; only {', '.join(sorted(free))} can. {way_out}"
             )
         OmegaConf.update(saved, key, OmegaConf.select(config, key))
+    saved.data.cache = config.data.cache  # never a folder that the run names: token files are written there
+    check_source(source, DataConfig(**saved.data), config.trust, "data.cache")
+    if how == "repeat" and saved.init_from and not config.trust:
+        raise ValueError(f"{source}: it starts from the weights in {saved.init_from}; trust=true reads them")
     return checked(saved, TrainConfig)
 
 
 def from_source(config: DictConfig) -> DictConfig:
     """Where a run starts from another's weights under a scaling, its formulas start from that one's length."""
     scaled = config.scaling is not None and config.scaling.get("name") != "none"
-    if config.init_from and scaled and config.model.get("original_length") is None:
+    if config.init_from and not config.resume and scaled and config.model.get("original_length") is None:
         source = latest_checkpoint(Path(config.init_from).expanduser())
         config.model.original_length = read_config(source).original_length
     return config

@@ -84,6 +84,7 @@ class TrainConfig:
     resume: str | None = None
     init_from: str | None = None
     init_table: str | None = None
+    trust: bool = False
     repeat: str | None = None
     deterministic: bool = False
     profile: bool = False

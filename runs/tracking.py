@@ -21,6 +21,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from measure.statistics import finite
+from runs.trust import redacted_argv
 
 log = logging.getLogger("ropewalk")
 
@@ -231,8 +232,11 @@ def _start(mode: str, init: dict, training: bool) -> Any:
     """A wandb run: as `mode` says or, where that fails, offline. Raises what wandb raises where that fails too."""
     import wandb
 
-    wandb.setup(wandb.Settings(silent=True))  # without a terminal: it must not ask for an account
+    with redacted_argv():  # it notes the command line by itself
+        wandb.setup(wandb.Settings(silent=True))  # without a terminal: it must not ask for an account
     folder, limits = Path(init["dir"]) / "wandb", {"finish_timeout": FINISH, "finish_timeout_raises": True}
+    # What it would note of git has the user of the remote's address, and the changes that are not committed.
+    limits["disable_git"] = True
     limits |= {"init_timeout": float(os.environ.get("WANDB_INIT_TIMEOUT", START)), "use_dot_wandb": False}
     number = 1 + max(_starts(folder, init["id"]).values(), default=0)
     if training:  # its folders are known by their names, from the moment they are there
@@ -240,7 +244,8 @@ def _start(mode: str, init: dict, training: bool) -> Any:
     for attempt in dict.fromkeys((mode, "offline")):
         options = {"mode": attempt, "resume": "allow" if attempt == "online" else None, "reinit": "create_new"}
         try:
-            run = wandb.init(settings=wandb.Settings(silent=True, console="off", **limits), **options, **init)
+            with redacted_argv():  # it notes the command line by itself
+                run = wandb.init(settings=wandb.Settings(silent=True, console="off", **limits), **options, **init)
             break
         except Exception as error:
             if attempt == "offline":

@@ -14,21 +14,24 @@ import json  # noqa: E402 (after the environment: libraries read it on import)
 import pytest  # noqa: E402
 
 
-@pytest.fixture(autouse=True)
-def home(tmp_path_factory, monkeypatch):
-    """A home of its own for every test: caches and credentials live there."""
-    folder = tmp_path_factory.mktemp("home")
-    monkeypatch.setenv("HOME", str(folder))
-    return folder
-
-
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory):
     """Forty small documents, and the settings that read them."""
     folder = tmp_path_factory.mktemp("corpus")
     rows = [{"text": f"document {i}: " + " ".join(str(i * j % 97) for j in range(40))} for i in range(40)]
     (folder / "text.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "cache").mkdir()
     return [f"data.path={folder / 'text.jsonl'}", f"data.cache={folder / 'cache'}"]
+
+
+@pytest.fixture(autouse=True)
+def home(corpus, tmp_path_factory, monkeypatch):
+    """A home of its own for every test, whose cache is that of the corpus, so that its runs are the user's own."""
+    folder = tmp_path_factory.mktemp("home")
+    monkeypatch.setenv("HOME", str(folder))
+    (folder / ".cache").mkdir()
+    (folder / ".cache" / "ropewalk").symlink_to(corpus[1].partition("=")[2])
+    return folder
 
 
 @pytest.fixture(scope="session")
