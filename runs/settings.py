@@ -21,6 +21,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from data import DataConfig, refuse_url
+from model.safety import CONTROL, check_folder, printable, read_yaml_text
 from runs.folder import run_dir
 from runs.processes import all_meet, is_lost, leave_lost
 
@@ -120,7 +121,11 @@ def checked(config: DictConfig, schema: type) -> DictConfig:
     Hydra checks all but what is added with a plus sign, and what is read from a run folder.
     """
     try:
-        return OmegaConf.merge(OmegaConf.structured(schema), OmegaConf.to_container(config, resolve=True))
+        plain = OmegaConf.to_container(config, resolve=True)
+        for key, value in _texts(plain):
+            if CONTROL.search(key + value):
+                raise ValueError(f"{key}={value}".encode("unicode_escape").decode() + ": has a control character")
+        return OmegaConf.merge(OmegaConf.structured(schema), plain)
     except OmegaConfBaseException as error:
         raise ValueError(str(error).splitlines()[0] + f" (setting {error.full_key})") from error
 
@@ -138,8 +143,9 @@ def read_run(run: Path) -> tuple[DictConfig, dict]:
     path = run / "config.yaml"
     if not path.is_file():
         raise FileNotFoundError(f"{run}: not a run folder (it has no config.yaml)")
+    check_folder(run)
     try:
-        plain = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+        plain = OmegaConf.to_container(OmegaConf.create(read_yaml_text(path)), resolve=False)
         origin = plain.pop("provenance")
         # Ours are resolved, so an interpolation is somebody else's, and is not followed.
         if "${" in json.dumps(plain):
@@ -170,12 +176,12 @@ def clear_errors(folder: Path | None = None) -> Iterator[None]:
         mendable = isinstance(error, (ValueError, OSError))
         where = f"\n(traceback in {folder / 'train.log'})" if folder and _rank() == "0" else ""
         if not all_meet(str(error), stage):
-            text = str(error) if mendable else traceback.format_exc()
+            text = printable(error) if mendable else traceback.format_exc()
             print(f"error in process {_rank()}: {text}{where}", file=sys.__stderr__, flush=True)
             raise SystemExit(1) from None
         if not mendable:
             raise
-        raise CompactHydraException(f"error: {error}{where}") from error
+        raise CompactHydraException(f"error: {printable(error)}{where}") from error
     except BaseException:
         log.debug("failed", exc_info=True)
         raise
@@ -233,6 +239,15 @@ def meant(words: list[str], schema: type) -> Iterator[str]:
         else:
             near = [] if key in known else difflib.get_close_matches(key, [*known, *groups], 1, cutoff=0.75)
         yield from (f"{word}: did you mean {name}?" for name in near)
+
+
+def _texts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    """All texts in plain settings, each with its key."""
+    if isinstance(value, str):
+        yield key, value
+    elif isinstance(value, dict | list):
+        for name, inner in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _texts(inner, f"{key}.{name}".lstrip("."))
 
 
 def _flat(config: DictConfig, prefix: str = "") -> Iterator[str]:
