@@ -42,8 +42,8 @@ class GPTConfig:
                 object.__setattr__(self, name, getattr(self, source))
         for name in ("vocab_size", "n_layer", "n_head", "head_dim", "train_length", "n_kv_head", "original_length"):
             value = getattr(self, name)
-            if type(value) is not int or value < 1:
-                raise ValueError(f"model.{name}={value!r}: must be a whole number of at least 1")
+            if type(value) is not int or not 1 <= value < 2**63:
+                raise ValueError(f"model.{name}={value!r}: must be a whole number of at least 1, and below 2^63")
         if self.head_dim % 2:
             raise ValueError(f"model.head_dim={self.head_dim}: must be even, rotary planes have two dimensions")
         if self.n_head % self.n_kv_head:

@@ -71,13 +71,17 @@ def read_yaml_text(path: Path) -> str:
     """The text of a config.yaml, to be parsed. ValueError where it is none that this program wrote.
 
     It has no aliases, by which a few lines can stand for more than fits into the memory, no tags, which name types, no
-    numbers that take minutes to read, and no control characters.
+    numbers and nesting that take minutes to read, and no control characters.
     """
     import yaml
 
-    text = read_text(path)
+    opening = yaml.FlowSequenceStartToken | yaml.FlowMappingStartToken
+    opening |= yaml.BlockSequenceStartToken | yaml.BlockMappingStartToken
+    closing = yaml.FlowSequenceEndToken | yaml.FlowMappingEndToken | yaml.BlockEndToken
+    text, depth = read_text(path), 0
     try:
         for token in yaml.scan(text, Loader=yaml.SafeLoader):
+            depth += isinstance(token, opening) - isinstance(token, closing)
             value = token.value if isinstance(token, yaml.ScalarToken) else ""
             if isinstance(token, yaml.AliasToken | yaml.TagToken):
                 found = "an alias or a tag"
@@ -85,11 +89,13 @@ def read_yaml_text(path: Path) -> str:
                 found = "a control character"
             elif re.fullmatch(r"[-+\d_:.]{4000,}", value):
                 found = f"a number of {len(value)} digits"
+            elif depth > 50:
+                found = "more than 50 values in one another"
             else:
                 continue
             raise ValueError(f"it has {found} in line {token.start_mark.line + 1}")
     except yaml.YAMLError as error:
-        raise ValueError(f"it is no YAML: {error}") from error
+        raise ValueError(f"it is no YAML: {' '.join(str(error).split())}") from error
     return text
 
 

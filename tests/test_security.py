@@ -1,0 +1,634 @@
+"""A run folder from a stranger, unpacked and opened by every command: it runs nothing, and reaches nothing outside.
+
+Each attack is really made. What it would change, make or read is a canary beside the folder; a command that would wait
+for ever, or fill the memory, runs into a deadline and a limit.
+"""
+
+import ast
+import importlib.util
+import json
+import os
+import pickle
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import zipfile
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from hydra import compose, initialize_config_dir
+
+import data.corpora
+import eval as eval_module
+from data import DataConfig
+from eval import EvalConfig, sample_text
+from model import load_run
+from model.checkpoint import latest_checkpoint, load_state
+from model.convert import convert_run
+from model.hf import export_run, import_run
+from runs import MetricsFile, check_source, latest_run, read_run, redacted, repeated_config
+from runs.folder import run_dir
+from runs.settings import clear_errors
+from tests.trained import REPOSITORY, TINY, command, composed, measure, run
+
+SECRET = "the-canary-sings"
+
+
+def sample(folder, tmp):
+    words = ["task=sample", f"runs='{folder}'", "tokens=2", "device=cpu", "wandb.mode=disabled"]
+    return sample_text(composed(*words, name="eval", schema=EvalConfig))
+
+
+def repeat(folder, tmp, *words):
+    words = ["device=cpu", *words]
+    return repeated_config(composed(*TINY, f"repeat='{folder}'", *words), [f"repeat={folder}", *words])
+
+
+COMMANDS = {
+    "measure": lambda folder, tmp: measure(f"runs='{folder}'", f"out={tmp / 'out'}"),
+    "sample": sample,
+    "resume": lambda folder, tmp: run(folder, *TINY, "train.max_steps=6", resume=True),
+    "repeat": repeat,
+    "init_from": lambda folder, tmp: run(tmp / "new", *TINY, *FILES, f"init_from='{folder}'"),
+    "export": lambda folder, tmp: export_run(folder, tmp / "exported"),
+    "like": lambda folder, tmp: import_run("nowhere", tmp / "imported", like=folder),
+    "convert": lambda folder, tmp: convert_run(folder, "interleaved", tmp / "converted"),
+    "load_run": lambda folder, tmp: load_run(folder),
+}
+READ_THE_CONFIG = ["convert", "measure", "sample", "resume", "repeat", "export", "like"]
+READ_THE_WEIGHTS = ["load_run", "measure", "sample", "resume", "init_from", "export", "convert"]
+FILES: list[str] = []
+
+
+def on_each(attacks, names):
+    """Every attack on the first command and on one other, and every command attacked at least once."""
+    attacks, names = list(attacks), list(names)
+    pairs = [(attack, names[0]) for attack in attacks]
+    pairs += [(attacks[i % len(attacks)], names[i % len(names)]) for i in range(max(len(attacks), len(names)))]
+    return pytest.mark.parametrize(("attack", "name"), list(dict.fromkeys(pairs)))
+
+
+@pytest.fixture(autouse=True)
+def _files(corpus):
+    FILES[:] = corpus
+
+
+@pytest.fixture
+def stranger(two_runs, tmp_path):
+    """A run folder to be prepared for an attack, and beside it a canary with a secret in it."""
+    shutil.copytree(two_runs / "rope", tmp_path / "stranger")
+    for path in (tmp_path / "stranger" / "checkpoint").glob("*.sha256"):
+        path.unlink()  # a stranger would write others
+    (tmp_path / "canary").write_text(SECRET)
+    return tmp_path / "stranger"
+
+
+@contextmanager
+def limits(seconds: float = 20.0, megabytes: int = 300):
+    """TimeoutError after a while; AssertionError where the process has grown by more."""
+
+    def late(*_):
+        raise TimeoutError(f"took longer than {seconds} s")
+
+    before, most = signal.signal(signal.SIGALRM, late), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - most < megabytes * 1024
+
+
+def refused(name: str, folder: Path, words: str) -> None:
+    """The command says one clear error, and the canary is as it was."""
+    with limits(), pytest.raises((ValueError, FileNotFoundError), match=words) as caught:
+        COMMANDS[name](folder, folder.parent)
+    assert SECRET not in str(caught.value)
+    assert (folder.parent / "canary").read_text() == SECRET
+    assert {path.name for path in folder.parent.iterdir()} <= {folder.name, "canary", "twin", "new"}
+    assert not [*folder.parent.glob("new/*")]
+
+
+def rewrite(folder: Path, **changes) -> None:
+    """config.yaml with other values, by dotted names with __ for the dot."""
+    settings = yaml.safe_load((folder / "config.yaml").read_text())
+    for key, value in changes.items():
+        *blocks, last = key.split("__")
+        block = settings
+        for name in blocks:
+            block = block[name]
+        block[last] = value
+    (folder / "config.yaml").write_text(yaml.safe_dump(settings, sort_keys=False, allow_unicode=True))
+
+
+# ---- out of the folder ----------------------------------------------------------------------------------------------
+
+
+def link(name, target="../canary"):
+    def attack(folder):
+        path = folder / name
+        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+        path.symlink_to(target)
+
+    return attack
+
+
+def pipe(name):
+    def attack(folder):
+        (folder / name).unlink(missing_ok=True)
+        os.mkfifo(folder / name)
+
+    return attack
+
+
+def link_in_two_steps(folder):
+    (folder / "deep").mkdir()
+    (folder / "deep" / "extrapolation.txt").symlink_to("../../canary")
+    (folder / "best.txt").symlink_to("deep/extrapolation.txt")
+
+
+LEADING_OUT = {
+    "the log is a link": (link("train.log"), "train.log is a link that leads out of it, to .*canary"),
+    "metrics are a link to what is not there": (link("metrics.jsonl", "../new_canary"), "metrics.jsonl is a link"),
+    "the report is a link": (link("extrapolation.json", "/etc/hostname"), "extrapolation.json is a link"),
+    "checkpoint/ is a link": (link("checkpoint", "/tmp"), "checkpoint is a link|holds no checkpoint"),
+    "weights are a link": (
+        link("checkpoint/step_000009.safetensors", "/etc/hostname"),
+        r"step_000009\.safetensors is a link",
+    ),
+    "the configuration is a link": (link("config.yaml"), "config.yaml is a link"),
+    "a link to a link": (link_in_two_steps, "is a link that leads out of it"),
+    "weights are a pipe": (pipe("checkpoint/step_000009.safetensors"), "is no file and no folder"),
+    "the best is a pipe": (pipe("checkpoint/best.json"), "best.json is no file and no folder"),
+    "the configuration is a pipe": (pipe("config.yaml"), r"no file and no folder|not a run folder"),
+    "a pipe among them": (pipe("notes.txt"), "notes.txt is no file and no folder"),
+}
+
+
+@on_each(LEADING_OUT, ["load_run", *COMMANDS])
+def test_what_leads_out_of_the_folder_is_refused_by_name(attack, name, stranger):
+    make, words = LEADING_OUT[attack]
+    make(stranger)
+    refused(name, stranger, words)
+
+
+def test_links_that_stay_inside_and_folders_reached_by_links_are_fine(stranger, tmp_path):
+    (stranger / "best.safetensors").symlink_to(latest_checkpoint(stranger).relative_to(stranger))
+    (tmp_path / "elsewhere").symlink_to(stranger)
+    for name in ("measure", "sample", "convert", "load_run"):
+        COMMANDS[name](tmp_path / "elsewhere", tmp_path)
+    run(tmp_path / "elsewhere", *TINY, *FILES, "train.max_steps=5", resume=True)
+
+
+def test_a_hard_link_is_not_written_to(stranger, tmp_path, monkeypatch):
+    """Resuming appends to the log, also of a copy made with cp -al; a file that a killed process left is none."""
+    config = stranger / "config.yaml"
+    os.link(config, config.with_name(".config.yaml.1.tmp"))
+    monkeypatch.chdir(tmp_path)
+    assert run_dir(str(stranger), None, "x") == str(stranger)
+    (stranger / "train.log").unlink(missing_ok=True)
+    os.link(tmp_path / "canary", stranger / "train.log")
+    assert Path(run_dir(str(stranger), None, "x")).parent == Path("outputs")
+    shutil.rmtree("outputs")
+    refused("resume", stranger, "train.log is a hard link")
+    load_run(stranger)
+
+
+def test_resuming_appends_to_no_file_outside(stranger, tmp_path):
+    """By the command itself: Hydra opens train.log before any of its code runs."""
+    link("train.log")(stranger)
+    done = command("train.py", f"resume={stranger}", "wandb.mode=disabled", cwd=tmp_path)
+    assert done.returncode == 1
+    assert "train.log is a link that leads out of it" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert (tmp_path / "canary").read_text() == SECRET
+
+
+def test_a_bad_folder_among_others_does_not_stop_the_search_for_the_latest(stranger, two_runs, tmp_path):
+    shutil.copytree(two_runs / "rope", tmp_path / "good")
+    link("checkpoint/step_000009.safetensors", "nothing")(stranger)
+    os.utime(stranger / "checkpoint" / "step_000009.safetensors", (0, 0), follow_symlinks=False)
+    for path in (stranger / "checkpoint").glob("step_00000[1-8]*"):
+        path.unlink()
+    assert latest_run(tmp_path) == tmp_path / "good"
+
+
+# ---- config.yaml ----------------------------------------------------------------------------------------------------
+
+
+def written(text):
+    return lambda folder: (folder / "config.yaml").write_text(text.replace("CANARY", str(folder.parent / "made")))
+
+
+def added(text):
+    return lambda folder: (folder / "config.yaml").write_text((folder / "config.yaml").read_text() + text)
+
+
+def huge(folder):
+    with open(folder / "config.yaml", "r+b") as file:
+        file.truncate(10 << 30)
+
+
+LAUGHS = "a0: &a0 [ha, ha]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 30))
+CONFIGS = {
+    "a tag that calls": written("name: !!python/object/apply:os.mkdir [CANARY]\n"),
+    "a tag that makes": written("name: !!python/object/new:os.system ['touch CANARY']\n"),
+    "aliases that multiply": added(LAUGHS),
+    "10 GB": huge,
+    "a number without end": added("a: 1" + ":59" * 300_000 + "\n"),
+    "brackets without end": added("a: " + "[" * 100_000 + "\n"),
+    "escape codes": lambda folder: rewrite(folder, name="\x1b]0;owned\x07"),
+    "text from right to left": lambda folder: rewrite(folder, name="run\u202egnp.exe"),
+}
+
+
+@on_each(CONFIGS, READ_THE_CONFIG)
+def test_a_configuration_is_text_and_no_longer_than_a_configuration(attack, name, stranger):
+    CONFIGS[attack](stranger)
+    refused(name, stranger, r"config\.yaml")
+
+
+NOT_OURS = {
+    "an environment variable": {"name": "${oc.env:THE_CANARY}"},
+    "a resolver of ours": {"preset": "${machine:}"},
+    "a resolver for code": {"seed": "${eval:1+1}"},
+    "a key of Hydra": {"hydra": {"run": {"dir": "/tmp"}}},
+    "a class in the scheme": {"pos___target_": "os.system"},
+    "a class in the data": {"data___target_": "os.system"},
+    "a class in the training": {"train___target_": "os.system"},
+    "a server for wandb": {"wandb__base_url": "http://127.0.0.1:9"},
+}
+
+
+@on_each(NOT_OURS, ["measure", "resume", "repeat"])
+def test_a_configuration_has_known_settings_and_plain_values_only(attack, name, stranger, monkeypatch):
+    monkeypatch.setenv("THE_CANARY", SECRET)
+    rewrite(stranger, **NOT_OURS[attack])
+    if (attack, name) == ("a class in the scheme", "repeat"):  # the network's settings are checked a step later
+        return
+    refused(name, stranger, r"config\.yaml|_target_")
+
+
+def test_an_interpolation_stays_one_in_what_is_exported(stranger, tmp_path, monkeypatch):
+    monkeypatch.setenv("THE_CANARY", SECRET)
+    rewrite(stranger, wandb__group="${oc.env:THE_CANARY}")
+    export_run(stranger, tmp_path / "exported")
+    convert_run(stranger, "interleaved", tmp_path / "converted")
+    for folder in ("exported", "converted"):
+        assert not [p for p in (tmp_path / folder).rglob("*") if p.is_file() and SECRET.encode() in p.read_bytes()]
+    with pytest.raises(ValueError, match="interpolations"):
+        read_run(tmp_path / "converted")
+
+
+# ---- checkpoints ----------------------------------------------------------------------------------------------------
+
+
+def header(**changes):
+    """Of the newest weights: the model that their header describes, changed."""
+
+    def attack(folder):
+        path = latest_checkpoint(folder)
+        raw = path.read_bytes()
+        size = int.from_bytes(raw[:8], "little")
+        about = json.loads(raw[8 : 8 + size])
+        config = json.loads(about["__metadata__"]["config"]) | changes
+        about["__metadata__"]["config"] = config.pop("raw", None) or json.dumps(config)
+        text = json.dumps(about).encode()
+        text += b" " * (-len(text) % 8)
+        path.write_bytes(len(text).to_bytes(8, "little") + text + raw[8 + size :])
+
+    return attack
+
+
+def claims(change, size=None):
+    def attack(folder):
+        path = latest_checkpoint(folder)
+        raw = path.read_bytes()
+        end = 8 + int.from_bytes(raw[:8], "little")
+        about = json.loads(raw[8:end])
+        change(about)
+        text = json.dumps(about).encode()
+        path.write_bytes((size or len(text)).to_bytes(8, "little") + text + raw[end:])
+
+    return attack
+
+
+def one_tensor_of_a_terabyte(about):
+    about["embedding.weight"] |= {"shape": [10**6, 10**6]}
+
+
+def wide_and_empty(about):
+    about["embedding.weight"] |= {"shape": [0, 2 * 10**9], "data_offsets": [0, 0]}
+
+
+WEIGHTS = {
+    "10^9 layers": header(n_layer=10**9),
+    "10^12 tokens": header(vocab_size=10**12),
+    "heads of 2·10^9": header(head_dim=2 * 10**9, width=None),
+    "2·10^9 heads": header(n_head=2 * 10**9, n_kv_head=None, width=None),
+    "a learned table of 10^12 rows": header(pos={"name": "learned"}, train_length=10**12, original_length=None),
+    "10^12 buckets": header(pos={"name": "t5", "buckets": 10**12, "max_distance": 10**13}),
+    "an unbounded length": header(train_length=10**400, original_length=10**400, scaling={"name": "ntk", "factor": 2}),
+    "a class": header(pos={"name": "os.system"}),
+    "brackets without end": header(raw="[" * 10**5),
+    "a tensor of a terabyte": claims(one_tensor_of_a_terabyte),
+    "an empty tensor, wide": claims(wide_and_empty),
+    "a header of a terabyte": claims(lambda about: None, size=10**12),
+}
+
+
+@on_each(WEIGHTS, READ_THE_WEIGHTS)
+def test_weights_take_no_more_memory_than_their_file(attack, name, stranger):
+    WEIGHTS[attack](stranger)
+    refused(name, stranger, r"step_000004\.safetensors|known names are|embedding\.weight|config\.yaml says")
+
+
+class Evil:
+    def __init__(self, function, *arguments):
+        self.call = (function, arguments)
+
+    def __reduce__(self):
+        return self.call
+
+
+def zipped(folder, path, compression):
+    """torch's own format, but with compressed entries: 16 MB of zeros in less than one."""
+    torch.save({"step": torch.zeros(1 << 22)}, folder / "plain.pt")
+    with zipfile.ZipFile(folder / "plain.pt") as plain, zipfile.ZipFile(path, "w", compression) as packed:
+        for entry in plain.infolist():
+            packed.writestr(entry.filename, plain.read(entry))
+    (folder / "plain.pt").unlink()
+
+
+def nested(depth):
+    value = ["ha"]
+    for _ in range(depth):
+        value = [value] * 9
+    return value
+
+
+STATES = {
+    "a pickle": lambda path: path.write_bytes(pickle.dumps({"step": Evil(os.mkdir, str(path.parents[2] / "made"))})),
+    "a pickle in torch's format": lambda path: torch.save(
+        {"step": Evil(os.mkdir, str(path.parents[2] / "made"))}, path
+    ),
+    "a pickle that calls eval": lambda path: torch.save({"step": Evil(eval, "1 / 0")}, path),
+    "10 GB by a number": lambda path: torch.save({"step": Evil(bytearray, 10 << 30)}, path),
+    "a tensor by a number": lambda path: torch.save({"step": Evil(torch.Tensor, 10**10)}, path),
+    "one value as 10^12": lambda path: torch.save({"step": torch.zeros(1).expand(10**6, 10**6)}, path),
+    "lists that multiply": lambda path: torch.save({"step": nested(30)}, path),
+    "compressed": lambda path: zipped(path.parents[1], path, zipfile.ZIP_DEFLATED),
+}
+
+
+@pytest.mark.parametrize("attack", STATES)
+def test_a_training_state_runs_nothing_and_takes_no_more_memory_than_its_file(attack, stranger):
+    STATES[attack](latest_checkpoint(stranger).with_suffix(".pt"))
+    with limits(), pytest.raises(ValueError, match=r"step_000004\.pt: not a whole training state"):
+        load_state(latest_checkpoint(stranger))
+    refused("resume", stranger, r"step_000004\.pt: not a whole training state")
+
+
+def test_weights_that_are_a_pickle_are_not_opened(stranger):
+    torch.save({"a": Evil(os.mkdir, str(stranger.parent / "made"))}, latest_checkpoint(stranger))
+    for name in READ_THE_WEIGHTS:
+        refused(name, stranger, r"step_000004\.safetensors: not a whole checkpoint")
+
+
+def test_files_beside_the_checkpoint_are_not_read_whole_whatever_their_size(stranger):
+    weights = latest_checkpoint(stranger)
+    for path in (weights.with_suffix(".sha256"), weights.with_name("best.json"), stranger / "metrics.jsonl"):
+        before = path.read_bytes() if path.exists() else None
+        with open(path, "ab") as file:
+            file.truncate(1 << 30)
+        with limits():
+            load_run(stranger)  # by the checkpoint before it
+            if path.name == "metrics.jsonl":
+                MetricsFile(path, lambda row: True).write({"step": 5})
+                assert path.stat().st_size < 1e6
+        path.unlink() if before is None else path.write_bytes(before)
+
+
+# ---- data -----------------------------------------------------------------------------------------------------------
+
+
+SOURCES = ["a file", "a pipe", "everything", "the hub", "a twin of the folder", "out of it"]
+
+
+@on_each(SOURCES, ["measure", "resume", "repeat"])
+def test_data_that_only_a_run_names_are_not_read(attack, name, stranger, tmp_path, monkeypatch):
+    (tmp_path / "canary").write_text(SECRET)
+    monkeypatch.setattr(data.corpora, "_hub_rows", lambda *_: pytest.fail("asked the hub"))
+    monkeypatch.setattr(data.corpora, "_user_files", lambda *_: pytest.fail("looked for files"))
+    (tmp_path / "twin").mkdir()
+    os.mkfifo(tmp_path / "twin" / "pipe.txt")
+    changes = {
+        "a file": {"data__path": str(tmp_path / "canary")},
+        "a pipe": {"data__path": [str(tmp_path / "twin" / "pipe.txt")]},
+        "everything": {"data__path": "/**/*.txt"},
+        "the hub": {"data__kind": "hub", "data__path": "owner/name"},
+        "a twin of the folder": {"data__path": f"{stranger}*/x.txt"},
+        "out of it": {"data__path": f"{stranger}/checkpoint/../../canary"},
+    }
+    rewrite(stranger, **changes[attack])
+    refused(name, stranger, r"its config\.yaml names .*trust=true reads them.* (cache|data\.cache)=<folder>")
+
+
+def test_trust_and_texts_in_the_folder_itself_are_read(stranger, tmp_path, two_runs):
+    text = yaml.safe_load((stranger / "config.yaml").read_text())["data"]["path"]
+    for place, words in ((stranger / "text.jsonl", []), (tmp_path / "outside.jsonl", ["trust=true"])):
+        shutil.copy(text, place)
+        rewrite(stranger, data__path=str(place), data__cache=str(tmp_path / "evil"))
+        (result,) = measure(f"runs={stranger}", "lengths=[16]", f"out={tmp_path / 'out'}", *words)
+        assert result["corpus"] == f"files ({place})"
+        assert repeat(stranger, tmp_path, *words).data.cache != str(tmp_path / "evil")
+    assert not (tmp_path / "evil").exists()  # its cache is never used
+    stdlib = DataConfig(name="x", kind="stdlib", cache=str(tmp_path / "none"))
+    check_source(stranger, stdlib, False, "cache")
+
+
+def test_own_runs_need_no_trust_where_their_token_files_are(corpus, tmp_path, monkeypatch, caplog):
+    """Whatever cache they are in, if the command names it; and where the text has changed since."""
+    caplog.set_level("INFO", "ropewalk")
+    shutil.copy(corpus[0].partition("=")[2], tmp_path / "text.jsonl")
+    cache = tmp_path / "scratch"
+    run(tmp_path / "run", *TINY, f"data.path={tmp_path / 'text.jsonl'}", f"data.cache={cache}")
+    words = [f"runs={tmp_path / 'run'}", "lengths=[16]"]
+    with pytest.raises(ValueError, match=r"nothing in ~/\.cache/ropewalk says that you have used them before"):
+        measure(*words)
+    caplog.clear()
+    measure(*words, f"cache={cache}")
+    assert "tokenising" not in caplog.text
+    assert [*cache.glob("measurements/*.npy")]
+    repeat(tmp_path / "run", tmp_path, f"data.cache={cache}")
+    with open(tmp_path / "text.jsonl", "a") as file:
+        file.write('{"text": "one more"}\n')
+    measure(*words, f"cache={cache}")
+    assert "tokenising" in caplog.text
+
+
+def test_weights_that_a_run_says_it_started_from_are_not_opened(stranger, tmp_path, two_runs):
+    os.mkfifo(tmp_path / "pipe")
+    rewrite(stranger, init_from=str(tmp_path / "pipe"), scaling={"name": "linear", "factor": 2.0})
+    rewrite(stranger, model__original_length=None)
+    with limits(), pytest.raises(ValueError, match=r"starts from the weights in .*pipe; trust=true"):
+        repeat(stranger, tmp_path)
+    rewrite(stranger, scaling={"name": "none"})
+    with limits():
+        run(stranger, *TINY, *FILES, "train.max_steps=5", resume=True)
+
+
+# ---- what people read -----------------------------------------------------------------------------------------------
+
+
+def test_names_are_text_in_the_report_and_in_an_exported_card(stranger, tmp_path):
+    name = "<script>alert(1)</script> [x](http://x) $\\frac$ ````"
+    rewrite(stranger, name=name, data__name="````\n# not a part of the settings\n````")
+    measure(f"runs={stranger}", f"out={tmp_path / 'out'}")
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert page.count("<script>") == 1  # ours, which sorts the tables
+    report = json.loads((tmp_path / "out" / "extrapolation.json").read_text())
+    report["rows"][0]["scored"] = "<img src=http://x> | more\n# cells"
+    (stranger / "extrapolation.json").write_text(json.dumps(report | {"corpus": "![x](http://x)"}))
+    export_run(stranger, tmp_path / "exported")
+    card = (tmp_path / "exported" / "README.md").read_text()
+    head, settings = card.split("## Settings\n")
+    assert not re.search(r"(?<!\\)[<\[]", head.split("---", 2)[2])
+    assert not re.search("^# cells", head, re.MULTILINE)
+    fence = re.match(r"\n(`+)yaml\n", settings)[1]
+    assert len(fence) > 4
+    assert settings.rstrip().endswith(fence)
+    assert settings.count(fence) == 2
+
+
+def test_a_terminal_gets_no_escape_codes(stranger, tmp_path, monkeypatch, capsys):
+    (stranger / "a\x1b[2J").symlink_to("/etc")
+    with pytest.raises(Exception, match=r"a\\x1b\[2J is a link"), clear_errors():
+        read_run(stranger)
+    (stranger / "a\x1b[2J").unlink()
+    monkeypatch.setattr(eval_module, "continuations", lambda *_, **__: iter([{0: 27}, {0: 93}, {0: 10}]))
+    for terminal, shown in ((True, "\\x1b]\n"), (False, "\x1b]\n")):
+        monkeypatch.setattr(sys.stdout, "isatty", lambda terminal=terminal: terminal, raising=False)
+        capsys.readouterr()
+        sample(stranger, tmp_path)
+        assert capsys.readouterr().out.startswith(shown)
+
+
+# ---- secrets --------------------------------------------------------------------------------------------------------
+
+
+def test_no_secret_is_written_by_a_training_run(corpus, tmp_path, monkeypatch):
+    """Neither from the environment, nor git's remote, nor the command line; wandb's binary files are searched too."""
+    monkeypatch.setenv("WANDB_API_KEY", "c0ffee1" * 5 + "cafe1")
+    for name in ("HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "MY_PASSWORD", "HARMLESS"):
+        monkeypatch.setenv(name, f"canary-{name}")
+    git = ["git", "-c", "user.name=x", "-c", "user.email=x@x"]
+    subprocess.run([*git, "init", "-q"], cwd=tmp_path, check=True)
+    subprocess.run([*git, "commit", "-q", "--allow-empty", "-m", "x"], cwd=tmp_path, check=True)
+    subprocess.run(
+        [*git, "remote", "add", "origin", "https://canary-user:canary-pass@x.org/x"], cwd=tmp_path, check=True
+    )
+    settings = [word for word in TINY if not word.startswith("wandb")]
+    words = ["wandb.mode=offline", "+hydra.job.env_set.FOO_TOKEN=canary-given", "wandb.tags=[a]"]
+    done = command("train.py", *settings, *corpus, *words, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    files = [path for path in (tmp_path / "outputs").rglob("*") if path.is_file()]
+    assert [path for path in files if path.suffix == ".wandb"]
+    for path in files:
+        assert not re.search(rb"canary-|c0ffee1", path.read_bytes()), path
+    (folder,) = tmp_path.glob("outputs/*_rope_16_seed0")
+    command_line = read_run(folder)[1]["command"]
+    assert "FOO_TOKEN=***" in command_line
+    assert "model.head_dim=8" in command_line
+
+
+def test_what_looks_like_a_secret_is_redacted_and_nothing_else(monkeypatch):
+    monkeypatch.setenv("SOME_API_KEY", "0123456789")
+    monkeypatch.setenv("SHORT_TOKEN", "rope")
+    for word, shown in {
+        "data.path=https://me:pw@host/x?token=abc&b=1": "data.path=https://***@host/x?token=***&b=1",
+        "x=0123456789y": "x=***y",
+        "+hydra.job.env_set.MY_PASSWORD=p": "+hydra.job.env_set.MY_PASSWORD=***",
+        "name=hf_" + "a" * 30: "name=***",
+        "a\x1bb": "a\\x1bb",
+    }.items():
+        assert redacted([word]) == [shown]
+    kept = ["pos=rope", "tokenizer=gpt2", "tokenizer.vocab_size=300", "tokens=20", f"data.revision={'c0ffee12' * 5}"]
+    assert redacted(kept) == kept
+
+
+def test_libraries_that_log_addresses_are_not_heard():
+    with initialize_config_dir(str(REPOSITORY / "configs"), version_base="1.3"):
+        loggers = compose("train", overrides=["preset=cpu"], return_hydra_config=True).hydra.job_logging.loggers
+    for name in ("httpx", "httpcore", "urllib3", "fsspec", "datasets"):
+        assert loggers[name].level == "WARNING"
+    assert loggers.huggingface_hub.propagate is False
+
+
+# ---- the source -----------------------------------------------------------------------------------------------------
+
+
+def calls(path: Path):
+    """(function's name, keywords) of each call in a file, and ("import", module) of each import."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Call):
+            yield ast.unparse(node.func), {key.arg: ast.unparse(key.value) for key in node.keywords}
+        elif isinstance(node, ast.Import):
+            yield from (("import", alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (("import", f"{node.module}.{alias.name}") for alias in node.names)
+
+
+FORBIDDEN = (
+    r"(eval|exec|__import__|.*(import_module|instantiate|get_class|get_method|unsafe_load|full_load|yaml\.load))"
+)
+# DCP's reader opens its metadata with pickle; joblib and shelve are made of it.
+MODULES = r"(pickle|dill|cloudpickle|shelve|marshal|joblib|runpy|torch\.distributed\.checkpoint)(\..*)?"
+
+
+def test_nothing_in_the_program_can_run_what_it_reads():
+    files = [path for path in REPOSITORY.rglob("*.py") if not {"tests", ".venv"} & set(path.parts)]
+    assert len(files) > 40
+    for path in files:
+        for function, about in calls(path):
+            if path == REPOSITORY / "model" / "__init__.py" and "import_module" in f"{function} {about}":
+                continue  # of a name from its own table
+            if function == "import":
+                assert not re.fullmatch(MODULES, about), f"{path}: {about}"
+                continue
+            assert not re.fullmatch(FORBIDDEN, function), f"{path}: {function}"
+            if function == "torch.load":
+                assert about.get("weights_only") == "True", path
+            if function in ("np.load", "numpy.load"):
+                assert about.get("allow_pickle") == "False", path
+            assert about.get("trust_remote_code", "False") == "False", path
+            assert about.get("shell", "False") == "False", path
+
+
+def test_the_audit_fails_for_what_can_be_mended_and_says_where_it_saw_nothing():
+    spec = importlib.util.spec_from_file_location("audit", REPOSITORY / ".ci" / "audit.py")
+    audit = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(audit)
+    good = {"name": "a", "version": "1", "vulns": []}
+    lost = {"name": "b", "skip_reason": "not found"}
+    fixed, open_ = ({"id": "CVE-1", "fix_versions": versions} for versions in (["2"], []))
+
+    def judged(*packages):
+        return audit.judged(json.dumps({"dependencies": packages, "fixes": []}))
+
+    assert judged(good) == (["pip-audit: 1 packages checked"], 0)
+    assert judged(good, {**good, "vulns": [fixed]})[1] == 1
+    lines, status = judged({**good, "vulns": [open_]}, lost)
+    assert status == 0
+    assert "not in its database: b" in lines[0]
+    assert "CVE-1" in lines[1]
+    for nothing in (judged(lost, lost), audit.judged("")):  # what pip-audit itself calls no known vulnerabilities
+        assert nothing[1] == 0
+        assert "SKIPPED" in nothing[0][0]
