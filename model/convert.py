@@ -21,7 +21,7 @@ from torch import Tensor
 
 from model.checkpoint import latest_checkpoint, load_weights, new_folder, save_checkpoint
 from model.gpt import GPT
-from model.safety import printable, read_yaml_text
+from model.safety import printable, read_text
 
 USAGE = "use run=<run folder> layout=half or interleaved, and out=<new folder> for another than <run>_<layout>"
 # A YAML string on one line: in single or double quotes, or plain without a comment behind it.
@@ -104,7 +104,7 @@ def convert_run(run: str | Path, layout: str, out: str | Path | None = None) -> 
     if not path.is_file():
         raise FileNotFoundError(f"{run}: not a run folder (it has no config.yaml)")
     try:
-        text = convert_config(read_yaml_text(path), source, layout)
+        text = convert_config(read_text(path), source, layout)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
     out = run.with_name(f"{run.name}_{layout}") if out is None else Path(os.path.abspath(Path(out).expanduser()))

@@ -89,7 +89,7 @@ def export_run(run: str | Path, out: str | Path) -> list[str]:
         tokenizer = make_tokenizer(settings["tokenizer"]["name"], c.vocab_size)
     except ValueError as error:
         tokenizer = None
-        notes.append(f"Without a tokenizer: {error}")
+        notes.append(_plain(f"Without a tokenizer: {error}"))
     known = tokenizer or settings["tokenizer"]["name"] == "gpt2"  # whose end of a document is its last id
     exported = to_transformers(model, c.vocab_size - 1 if known else None)
     if c.scaling and c.scaling["name"] in LENGTH_DEPENDENT:
@@ -107,7 +107,7 @@ def export_run(run: str | Path, out: str | Path) -> list[str]:
         exported.save_pretrained(folder)
         if tokenizer:
             tokenizer.save_pretrained(folder)
-        shown = "".join(f"\n{_plain(note)}\n" for note in notes)
+        shown = "".join(f"\n{note}\n" for note in notes)
         about = f"{c.n_layer} layers of {c.n_head} heads, pos={c.pos['name']}, checkpoint {weights.stem}. Trained with "
         about += f"Ropewalk, and rearranged as {type(exported).__name__} of transformers {library.__version__}. "
         about += "Versions before {}.{} read some rotary settings otherwise.".format(*OLDEST)

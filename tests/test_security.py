@@ -61,7 +61,7 @@ COMMANDS = {
     "convert": lambda folder, tmp: convert_run(folder, "interleaved", tmp / "converted"),
     "load_run": lambda folder, tmp: load_run(folder),
 }
-READ_THE_CONFIG = ["convert", "measure", "sample", "resume", "repeat", "export", "like"]
+READ_THE_CONFIG = ["like", "measure", "sample", "resume", "repeat", "export"]
 READ_THE_WEIGHTS = ["load_run", "measure", "sample", "resume", "init_from", "export", "convert"]
 FILES: list[str] = []
 
