@@ -23,16 +23,17 @@ import pytest
 import torch
 import yaml
 from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
 
 import data.corpora
 import eval as eval_module
 from data import DataConfig
 from eval import EvalConfig, sample_text
 from model import load_run
-from model.checkpoint import latest_checkpoint, load_state
+from model.checkpoint import best_checkpoint, latest_checkpoint, load_state
 from model.convert import convert_run
 from model.hf import export_run, import_run
-from runs import MetricsFile, check_source, latest_run, read_run, redacted, repeated_config
+from runs import MetricsFile, check_source, latest_run, read_run, redacted, repeated_config, start_wandb
 from runs.folder import run_dir
 from runs.settings import clear_errors
 from tests.trained import REPOSITORY, TINY, command, composed, measure, run
@@ -177,6 +178,12 @@ def test_what_leads_out_of_the_folder_is_refused_by_name(attack, name, stranger)
     make, words = LEADING_OUT[attack]
     make(stranger)
     refused(name, stranger, words)
+
+
+def test_the_best_checkpoint_is_asked_for_with_the_same_care(stranger):
+    pipe("checkpoint/best.json")(stranger)
+    with limits(), pytest.raises(ValueError, match=r"best\.json is no file and no folder"):
+        best_checkpoint(stranger)
 
 
 def test_links_that_stay_inside_and_folders_reached_by_links_are_fine(stranger, tmp_path):
@@ -549,6 +556,15 @@ def test_no_secret_is_written_by_a_training_run(corpus, tmp_path, monkeypatch):
     assert "model.head_dim=8" in command_line
 
 
+def test_a_run_of_wandb_has_its_place_whatever_the_run_says(stranger, tmp_path, caplog):
+    """wandb makes folders by a run's id, and refuses one that leads elsewhere; training and measuring go on."""
+    settings = OmegaConf.create({"mode": "offline", "project": "x"})
+    for run_id in ("../../escape", "a/b", 5):
+        assert start_wandb(settings, stranger, run_id).run is None
+    assert caplog.text.count("wandb could not start") == 3
+    assert {path.name for path in tmp_path.iterdir()} == {"stranger", "canary"}
+
+
 def test_what_looks_like_a_secret_is_redacted_and_nothing_else(monkeypatch):
     monkeypatch.setenv("SOME_API_KEY", "0123456789")
     monkeypatch.setenv("SHORT_TOKEN", "rope")
@@ -589,8 +605,7 @@ def calls(path: Path):
 FORBIDDEN = (
     r"(eval|exec|__import__|.*(import_module|instantiate|get_class|get_method|unsafe_load|full_load|yaml\.load))"
 )
-# DCP's reader opens its metadata with pickle; joblib and shelve are made of it.
-MODULES = r"(pickle|dill|cloudpickle|shelve|marshal|joblib|runpy|torch\.distributed\.checkpoint)(\..*)?"
+MODULES = r"(pickle|dill|cloudpickle|shelve|marshal|joblib|runpy)(\..*)?"
 
 
 def test_nothing_in_the_program_can_run_what_it_reads():
@@ -606,6 +621,9 @@ def test_nothing_in_the_program_can_run_what_it_reads():
             assert not re.fullmatch(FORBIDDEN, function), f"{path}: {function}"
             if function == "torch.load":
                 assert about.get("weights_only") == "True", path
+            if function in ("dcp.load", "torch.distributed.checkpoint.load"):  # its usual reader opens a pickle
+                assert "HuggingFaceStorageReader" in about.get("storage_reader", ""), path
+            assert not re.search("FileSystemReader|FsspecReader", function), path
             if function in ("np.load", "numpy.load"):
                 assert about.get("allow_pickle") == "False", path
             assert about.get("trust_remote_code", "False") == "False", path
