@@ -387,7 +387,7 @@ STATES = {
         {"step": Evil(os.mkdir, str(path.parents[2] / "made"))}, path
     ),
     "a pickle that calls eval": lambda path: torch.save({"step": Evil(eval, "1 / 0")}, path),
-    "10 GB by a number": lambda path: torch.save({"step": Evil(bytearray, 10 << 30)}, path),
+    "a gigabyte by a number": lambda path: torch.save({"step": Evil(bytearray, 1 << 30)}, path),
     "a tensor by a number": lambda path: torch.save({"step": Evil(torch.Tensor, 10**10)}, path),
     "one value as 10^12": lambda path: torch.save({"step": torch.zeros(1).expand(10**6, 10**6)}, path),
     "lists that multiply": lambda path: torch.save({"step": nested(30)}, path),
