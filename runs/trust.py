@@ -29,7 +29,8 @@ def check_source(run: Path, data: DataConfig, trust: bool, cache_setting: str) -
     """
     if trust or data.kind == "stdlib" or used_before(data) or (data.kind != "hub" and _inside(run, data.path)):
         return
-    source = f"{data.path} of the Hugging Face hub" if data.kind == "hub" else f"the files {data.path}"
+    (path,) = redacted([str(data.path)])
+    source = f"{path} of the Hugging Face hub" if data.kind == "hub" else f"the files {path}"
     raise ValueError(
         f"{run}: its config.yaml names {source} as its data, and nothing in {data.cache} says that you have used them "
         f"before. trust=true reads them, if you trust whoever made this folder; {cache_setting}=<folder> says where "

@@ -426,7 +426,7 @@ def test_files_beside_the_checkpoint_are_not_read_whole_whatever_their_size(stra
 # ---- data -----------------------------------------------------------------------------------------------------------
 
 
-SOURCES = ["a file", "a pipe", "everything", "the hub", "a twin of the folder", "out of it"]
+SOURCES = ["a file", "a pipe", "everything", "the hub", "a twin of the folder", "out of it", "a pattern out of it"]
 
 
 @on_each(SOURCES, ["measure", "resume", "repeat"])
@@ -443,6 +443,7 @@ def test_data_that_only_a_run_names_are_not_read(attack, name, stranger, tmp_pat
         "the hub": {"data__kind": "hub", "data__path": "owner/name"},
         "a twin of the folder": {"data__path": f"{stranger}*/x.txt"},
         "out of it": {"data__path": f"{stranger}/checkpoint/../../canary"},
+        "a pattern out of it": {"data__path": f"{stranger}/check*/../../canary"},
     }
     rewrite(stranger, **changes[attack])
     refused(name, stranger, r"its config\.yaml names .*trust=true reads them.* (cache|data\.cache)=<folder>")
