@@ -35,6 +35,7 @@ from model.convert import convert_run
 from model.hf import export_run, import_run
 from runs import (
     MetricsFile,
+    Ranks,
     check_source,
     from_source,
     latest_run,
@@ -53,7 +54,7 @@ SECRET = "the-canary-sings"
 
 def sample(folder, tmp):
     words = ["task=sample", f"runs='{folder}'", "tokens=2", "device=cpu", "wandb.mode=disabled"]
-    return sample_text(composed(*words, name="eval", schema=EvalConfig))
+    return sample_text(composed(*words, name="eval", schema=EvalConfig), Ranks())
 
 
 def repeat(folder, tmp, *words):
