@@ -64,12 +64,16 @@ def profiler(folder: Path, device: torch.device) -> torch.profiler.profile:
     )
 
 
-def keep_memory() -> None:
+def keep_memory(keep: bool = True) -> None:
     """Have glibc keep what is freed: else every step's large tensors come from the kernel, zeroed page by page.
 
-    That takes up to a third of a training step on a CPU (tests/benchmark.md). Other C libraries are left as they are.
+    That takes up to a third of a training step on a CPU (tests/benchmark.md). Not to keep it takes less memory, far
+    less where large tensors of many sizes come and go. Other C libraries are left as they are.
     """
     with contextlib.suppress(OSError, AttributeError):
         libc = ctypes.CDLL("libc.so.6")
-        libc.mallopt(-4, 0)  # M_MMAP_MAX: nothing in mappings of its own
-        libc.mallopt(-1, -1)  # M_TRIM_THRESHOLD: give nothing back
+        libc.mallopt(-4, 0 if keep else 2**16)  # M_MMAP_MAX: nothing in mappings of its own, or as many as by default
+        libc.mallopt(-1, -1 if keep else 2**17)  # M_TRIM_THRESHOLD: give nothing back, or what is as large
+        if not keep:
+            libc.mallopt(-3, 2**17)  # M_MMAP_THRESHOLD: what is as large has a mapping of its own
+            libc.malloc_trim(0)

@@ -87,6 +87,8 @@ class Trainer:
         self.launched: float | None = time.perf_counter()
         self.device = runs.pick_device(config.device, ranks.local_rank)
         self.precision = runs.pick_precision(config.precision, self.device)
+        self.sharded = config.sharding == "fsdp"
+        runs.check_sharding(config.sharding, self.device, self.precision, config.train.compile)
         runs.set_numerics(config.train.tf32 and self.device.type == "cuda", config.deterministic)
         if config.preset == "gpu" and self.device.type != "cuda":
             log.warning("preset=gpu is meant for a CUDA device, and this run uses %s: expect days", self.device)
@@ -106,7 +108,9 @@ class Trainer:
 
         self.step, state = 0, {}
         if config.resume:
-            weights = latest_checkpoint(folder, resumable=True)
+            with ranks.together():
+                weights = latest_checkpoint(folder, resumable=True) if ranks.first else None
+            weights = ranks.share(weights)
             self.model, state = load_weights(weights), load_state(weights)
             self._check_resumable(state)
             self.step = state["step"]
@@ -115,16 +119,20 @@ class Trainer:
             self.model = GPT(gpt_config)
             if config.init_from:
                 runs.start_from(self.model, Path(config.init_from).expanduser(), config.init_table)
-        self.model.to(self.device).train()
         self._say_model()
         peak = speed.peak_flops(self.device, config.train.peak_flops)
         self.peak = peak and peak * ranks.world_size
         self.flops = 3 * self.model.flops_per_token(config.model.train_length)  # backward: twice the forward pass
+        if self.sharded:
+            runs.shard(self.model, self.device, self.precision)
+        else:
+            self.model.to(self.device)
+        self.model.train()
         t, groups = config.train, self.model.optimizer_groups(config.train.weight_decay)
         self.optimizer = torch.optim.AdamW(groups, lr=t.lr, betas=(t.beta1, t.beta2), fused=True)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.precision == "fp16")
         if state:
-            self.optimizer.load_state_dict(state["optimizer"])
+            runs.load_optimizer(self.optimizer, state, weights, self.sharded)
             self.scaler.load_state_dict(state["scaler"])
         # Losses of steps since the last row of metrics, (step, loss, gradient's norm), on the device; of a run stopped
         # between two rows, they are the first process'.
@@ -142,7 +150,7 @@ class Trainer:
             self.wandb_id = runs.new_wandb_id()
 
         self.forward = torch.compile(self.model) if t.compile is True else self.model
-        if ranks.world_size > 1:
+        if ranks.world_size > 1 and not self.sharded:
             devices = [self.device.index] if self.device.type == "cuda" else None
             self.forward = torch.nn.parallel.DistributedDataParallel(self.forward, device_ids=devices)
 
@@ -271,17 +279,17 @@ class Trainer:
         parts = list(zip(inputs.split(micro), targets.split(micro), strict=True))
         loss = torch.zeros((), device=self.device)
         for i, (x, y) in enumerate(parts):
-            sync = i == len(parts) - 1 or self.ranks.world_size == 1
-            with contextlib.nullcontext() if sync else self.forward.no_sync():
+            with runs.averaging(self.forward, self.sharded, last=i == len(parts) - 1):
                 with runs.autocast(self.device, self.precision):
                     nll = self.forward(x, targets=y)  # (micro, T)
                 # A part's share of the mean over the global batch: the parts add up to one big batch, whatever their
-                # number. The factor undoes DistributedDataParallel's mean over processes.
+                # number. The factor undoes the mean over processes.
                 part = nll.sum() / (t.batch_size * c.model.train_length)
                 self.scaler.scale(part * self.ranks.world_size).backward()
             loss += part.detach()
         self.scaler.unscale_(self.optimizer)
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), t.grad_clip)
+        norm = norm.full_tensor() if self.sharded else norm
         if t.skip_bad_steps and self._left_out(loss, norm):  # looking at every step has a GPU wait each time
             log.warning("step %d is left out; see %s", self.step + 1, self.folder / "bad_steps.jsonl")
         else:
@@ -414,12 +422,17 @@ class Trainer:
         if self.saved == self.step:
             return
         pending = self._finite()  # weights that are not finite must not be kept
-        if self.ranks.first:
-            self.metrics.sync()
-            state = {"step": self.step, "fingerprint": self.files.fingerprint, "wandb_id": self.wandb_id}
-            state |= {"optimizer": self.optimizer.state_dict(), "scaler": self.scaler.state_dict()}
-            save_checkpoint(self.folder, self.step, self.model, state | {"pending": pending, "skipped": self.skipped})
-            prune_checkpoints(self.folder, self.config.train.keep)
+        state = {"step": self.step, "fingerprint": self.files.fingerprint, "wandb_id": self.wandb_id}
+        state |= {"optimizer": self.optimizer.state_dict(), "scaler": self.scaler.state_dict()}
+        state, whole, shards = state | {"pending": pending, "skipped": self.skipped}, None, None
+        if self.sharded:
+            state, shards = runs.write_shards(self.folder, self.step, state, self.ranks)
+            whole = runs.whole_weights(self.model)
+        with self.ranks.together():  # whatever time the first process takes
+            if self.ranks.first:
+                self.metrics.sync()
+                save_checkpoint(self.folder, self.step, self.model, state, whole, shards)
+                prune_checkpoints(self.folder, self.config.train.keep)
         self.saved = self.step
 
 

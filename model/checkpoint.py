@@ -1,8 +1,9 @@
 """Checkpoint files of a run folder: written whole or not at all, read without running anything in them.
 
 `checkpoint/step_000100.safetensors` holds the weights, and the GPTConfig as JSON in its header;
-`checkpoint/step_000100.pt` the rest of the training state; `checkpoint/step_000100.sha256` the digests of both, in the
-format of the command sha256sum. Each is written under a temporary name and renamed, the weights last, so a checkpoint
+`checkpoint/step_000100.pt` the rest of the training state (of a sharded run, much of it is in the files of
+`checkpoint/step_000100.shards/`); `checkpoint/step_000100.sha256` the digests of them all, in the format of the command
+sha256sum. Each is written under a temporary name and renamed, the weights last, so a checkpoint
 exists if and only if its weights do. `checkpoint/best.json` names the one with the lowest validation loss.
 """
 
@@ -73,14 +74,25 @@ def new_folder(out: str | Path) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)  # gone already if all went well
 
 
-def save_checkpoint(run: Path, step: int, model: GPT, state: dict | None) -> Path:
-    """Write the model and `state` (plain values and tensors; None: there is none) as the run's checkpoint of a step."""
+def save_checkpoint(
+    run: Path,
+    step: int,
+    model: GPT,
+    state: dict | None,
+    weights_of: dict[str, torch.Tensor] | None = None,
+    shards: dict[str, str] | None = None,
+) -> Path:
+    """Write the model and `state` (plain values and tensors; None: there is none) as the run's checkpoint of a step.
+
+    weights_of: the model's state dict, where it is not at hand in the model itself. shards: digests of more files of
+    the checkpoint, by names in its folder, that were written before.
+    """
     folder = Path(run) / "checkpoint"
     folder.mkdir(parents=True, exist_ok=True)
     weights = folder / f"step_{step:06d}.safetensors"
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in (weights_of or model.state_dict()).items()}
     header = {"step": str(step), "config": json.dumps(asdict(model.config))}
-    digests = {}
+    digests = dict(shards or {})
     if state is not None:
         write_file(rest := weights.with_suffix(".pt"), lambda path: torch.save(state, path))
         digests[rest.name] = file_digest(rest)
@@ -129,7 +141,8 @@ def latest_checkpoint(run: str | Path, resumable: bool = False) -> Path:
         try:
             check_whole(path)
             if resumable:
-                check_whole(path.with_suffix(".pt"))
+                for part in (path.with_suffix(".pt"), *_shards(path)):
+                    check_whole(part)
             return path
         except ValueError as error:
             if path is found[0]:
@@ -179,18 +192,32 @@ def check_whole(path: Path) -> None:
 
     Without one (an imported model, say) nothing is known, and nothing checked.
     """
-    try:
-        lines = read_text(path.with_suffix(".sha256")).splitlines()
-        expected = dict(line.split("  ", 1)[::-1] for line in lines).get(path.name)
-    except FileNotFoundError:
+    of = path.parent if path.parent.suffix == ".shards" else path
+    digests = _digests(of)
+    if digests is None:
         return
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path.with_suffix('.sha256')}: cannot be read ({error})") from error
     try:
-        if file_digest(path) != expected:
-            raise ValueError(f"{path}: is damaged (its SHA-256 is not the one in {path.stem}.sha256)")
+        if file_digest(path) != digests.get(path.relative_to(of.parent).as_posix()):
+            raise ValueError(f"{path}: is damaged (its SHA-256 is not the one in {of.stem}.sha256)")
     except OSError as error:
         raise ValueError(f"{path}: cannot be read ({error.strerror})") from error
+
+
+def _digests(path: Path) -> dict[str, str] | None:
+    """SHA-256 of a checkpoint's files by name, from the list beside any of them; None where there is no list."""
+    try:
+        lines = read_text(path.with_suffix(".sha256")).splitlines()
+        return dict(line.split("  ", 1)[::-1] for line in lines)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path.with_suffix('.sha256')}: cannot be read ({error})") from error
+
+
+def _shards(weights: Path) -> list[Path]:
+    """The files of a checkpoint in its folder of shards (runs/sharding.py), by the list of its digests."""
+    name = re.compile(rf"{weights.stem}\.shards/[\w-]+\.safetensors")
+    return [weights.parent / found for found in _digests(weights) or {} if name.fullmatch(found)]
 
 
 def read_config(path: Path) -> GPTConfig:

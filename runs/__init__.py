@@ -6,6 +6,7 @@ from runs.folder import MetricsFile, latest_run, provenance, run_dir
 from runs.origin import agreement, from_source, repeated_config, resumed_config, start_from
 from runs.processes import Ranks, all_jobs, join_processes
 from runs.settings import CONFIGS, TrainConfig, checked, clear_errors, entry, meant, read_run, require
+from runs.sharding import averaging, check_sharding, load_optimizer, shard, whole_weights, write_shards
 from runs.signals import Stop, Stopped
 from runs.tracking import WandbRun, new_wandb_id, start_wandb, wandb_identity, wandb_mode
 from runs.trust import check_source, redacted
@@ -21,7 +22,9 @@ __all__ = [
     "agreement",
     "all_jobs",
     "autocast",
+    "averaging",
     "check_settings",
+    "check_sharding",
     "check_source",
     "checked",
     "clear_errors",
@@ -30,6 +33,7 @@ __all__ = [
     "from_source",
     "join_processes",
     "latest_run",
+    "load_optimizer",
     "meant",
     "new_wandb_id",
     "pick_device",
@@ -42,8 +46,11 @@ __all__ = [
     "resumed_config",
     "run_dir",
     "set_numerics",
+    "shard",
     "start_from",
     "start_wandb",
     "wandb_identity",
     "wandb_mode",
+    "whole_weights",
+    "write_shards",
 ]

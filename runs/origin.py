@@ -22,7 +22,7 @@ log = logging.getLogger("ropewalk")
 
 # What may differ from the run that is resumed, or repeated; all else comes from its config.yaml.
 RESUMABLE = {"resume", "device", "wandb.mode", "train.max_steps", "train.eval_every", "train.checkpoint_every"}
-RESUMABLE |= {"train.keep", "train.skip_bad_steps", "data.cache", "trust"}
+RESUMABLE |= {"train.keep", "train.skip_bad_steps", "sharding", "data.cache", "trust"}
 REPEATABLE = {"repeat", "device", "wandb.mode", "train.keep", "data.cache", "trust"}
 
 

@@ -88,6 +88,7 @@ class TrainConfig:
     trust: bool = False
     repeat: str | None = None
     deterministic: bool = False
+    sharding: str = "none"
     profile: bool = False
     model: dict[str, Any] = MISSING  # this and the next two are checked by GPTConfig
     pos: dict[str, Any] = MISSING

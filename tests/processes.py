@@ -9,17 +9,24 @@ import sys
 from pathlib import Path
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["tests.processes", "tests.trained"])
+CONTEXT.set_forkserver_preload(
+    ["tests.processes", "tests.trained", "matplotlib.backends.backend_agg", "torch.distributed.fsdp"]
+)
 CHANGES = {"os.rename", "os.link", "os.remove", "os.mkdir", "shutil.rmtree"}
 
 
-def start(folder: Path, *overrides, ranks: int = 1, **how) -> list:
+def start(folder: Path, *overrides, ranks: int = 1, resume: bool = False, **how) -> list:
     """Begin a training in `ranks` processes. how: arguments of _train."""
+    return start_all([(folder, overrides, resume)], ranks, **how)
+
+
+def start_all(trainings: list[tuple[Path, tuple, bool]], ranks: int, **how) -> list:
+    """Begin trainings, one after the other in the same processes: folder, overrides, whether it is resumed."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     processes = [
-        CONTEXT.Process(target=_train, args=(folder, overrides, rank, ranks, port), kwargs=how) for rank in range(ranks)
+        CONTEXT.Process(target=_train, args=(trainings, rank, ranks, port), kwargs=how) for rank in range(ranks)
     ]
     for process in processes:
         process.start()
@@ -35,9 +42,10 @@ def end(processes: list, within: float = 120) -> list[int]:
     return [process.exitcode for process in processes]
 
 
-def _train(folder, overrides, rank, world_size, port, resume=False, kill_at=None, stop_in=()) -> None:
-    """kill_at: SIGKILL just before the so-and-so-manieth change of a file of the run folder, from 0.
+def _train(trainings, rank, world_size, port, kill_at=None, kill_before=None, stop_in=()) -> None:
+    """kill_at: SIGKILL just before the so-and-so-manieth change of a file of the (first) run folder, from 0.
 
+    kill_before: a rank, and the part of a path before whose first change it gets SIGKILL.
     stop_in: steps, from 0, during which the last process gets SIGTERM; "evaluation": during the first one.
     """
     faulthandler.enable()
@@ -47,24 +55,26 @@ def _train(folder, overrides, rank, world_size, port, resume=False, kill_at=None
     from runs import Ranks
     from tests.trained import run
 
-    changes = 0
+    changes, folder = 0, trainings[0][0]
+    victim, part = kill_before or (None, None)
 
     def watch(event: str, arguments: tuple) -> None:
         nonlocal changes
         writes = event == "open" and arguments[1] is not None and set(arguments[1]) & set("wax+")
         if (event in CHANGES or writes) and str(arguments[0]).startswith(str(folder)):
-            if changes == kill_at:
+            if changes == kill_at or (rank == victim and part in " -> ".join(map(str, arguments[:2]))):
                 os.kill(os.getpid(), signal.SIGKILL)
             changes += 1
 
-    if kill_at is not None:
+    if kill_at is not None or kill_before:
         sys.addaudithook(watch)
     if rank == world_size - 1:
         _signalled(stop_in)
     if world_size > 1:
         address = f"tcp://127.0.0.1:{port}"
         dist.init_process_group("gloo", init_method=address, rank=rank, world_size=world_size)
-    run(folder, *overrides, resume=resume, ranks=Ranks(rank, world_size, rank))
+    for place, overrides, resume in trainings:
+        run(place, *overrides, resume=resume, ranks=Ranks(rank, world_size, rank))
     if world_size > 1:
         dist.barrier()
         dist.destroy_process_group()
