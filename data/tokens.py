@@ -184,7 +184,7 @@ def _remove(folder: Path, lock: int | None) -> None:
 def used_before(config: DataConfig) -> bool:
     """Whether data.cache has token files of the source that a configuration names, whatever was taken of it."""
     source = [json.dumps(getattr(config, key), default=list) for key in ("kind", "path", "subset", "revision")]
-    for path in Path(config.cache).expanduser().glob("[!.]*/tokens.json"):
+    for path in Path(os.path.expanduser(config.cache)).glob("[!.]*/tokens.json"):
         try:
             found = json.loads(path.read_text(encoding="utf-8"))["data"]
             if [json.dumps(found[key]) for key in ("kind", "path", "subset", "revision")] == source:

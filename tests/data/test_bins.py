@@ -316,7 +316,7 @@ def test_it_trains_and_is_measured_within_documents(tmp_path):
     trainer = run(tmp_path / "run", *settings, "data=bin", *place)
     assert isinstance(trainer.files.train, Shards)
     assert isinstance(trainer.files.val, Shards)
-    measure(f"runs=[{tmp_path / 'run'}]", "lengths=[16,32]", "documents=within")
+    measure(f"runs=[{tmp_path / 'run'}]", "lengths=[16,32]", "documents=within", f"cache={tmp_path / 'cache'}")
     result = json.loads((tmp_path / "run" / "extrapolation.json").read_text())
     assert result["fingerprint"] == trainer.files.fingerprint
     assert [row["length"] for row in result["rows"]] == [16, 32]
