@@ -532,6 +532,8 @@ def test_a_terminal_gets_no_escape_codes(stranger, tmp_path, monkeypatch, capsys
     with pytest.raises(Exception, match=r"a\\x1b\[2J is a link"), clear_errors():
         read_run(stranger)
     (stranger / "a\x1b[2J").unlink()
+    with pytest.raises(Exception, match=r"^error: \\x1b\[2J$"), clear_errors():
+        raise ValueError("\x1b[2J")
     monkeypatch.setattr(eval_module, "continuations", lambda *_, **__: iter([{0: 27}, {0: 93}, {0: 10}]))
     for terminal, shown in ((True, "\\x1b]\n"), (False, "\x1b]\n")):
         monkeypatch.setattr(sys.stdout, "isatty", lambda terminal=terminal: terminal, raising=False)
