@@ -27,6 +27,7 @@ import torch
 from eval import EvalConfig, sample_text
 from model import load_run
 from model.positions import SCHEMES
+from runs import Ranks
 from tests.trained import TINY, composed, measure, run
 
 
@@ -71,7 +72,7 @@ def cycle(number: int, place: Path, corpus: list[str]) -> None:
         f"runs={folder}", "protocol=both", "lengths=[8,16]", f"wandb.mode={mode}", f"out={place / 'outputs' / 'out'}"
     )
     given = [f"runs={folder}", "task=sample", "prompt='document 1'", "tokens=5", "device=cpu"]
-    sample_text(composed(*given, name="eval", schema=EvalConfig))
+    sample_text(composed(*given, name="eval", schema=EvalConfig), Ranks())
     load_run(folder).generate(torch.tensor([[1, 2, 3]]), max_new_tokens=5)
     shutil.rmtree(place / "outputs")
     shutil.rmtree(place / "cache" / "measurements")
