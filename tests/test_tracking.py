@@ -431,14 +431,14 @@ def test_the_exit_of_the_process_waits_for_nothing(corpus, tmp_path):
 
 
 def test_a_full_disk_under_wandb_alone(corpus, tmp_path):
-    """A file system of 150 kB, mounted for this process only: in the middle of the training it is full."""
+    """A file system of 80 kB, mounted for this process only: in the middle of the training it is full."""
     enter = ["unshare", "--user", "--map-root-user", "--mount"]
     if shutil.which("unshare") is None or subprocess.run([*enter, "true"], capture_output=True).returncode:
         pytest.skip("this system lets nobody mount a file system of his own")
     (tmp_path / "wandb").mkdir()
     settings = [*OFFLINE, *corpus, *LONG, "hydra.run.dir=run"]
     words = shlex.join([sys.executable, str(REPOSITORY / "train.py"), *settings])
-    script = f"mount -t tmpfs -o size=150k none wandb && exec {words}"
+    script = f"mount -t tmpfs -o size=80k none wandb && exec {words}"
     done = subprocess.run([*enter, "sh", "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     (warning,) = warnings(tmp_path / "run")
