@@ -164,13 +164,14 @@ def read_runs(config: DictConfig, ranks: runs.Ranks) -> list[Run]:
         ]
     if len(set(names)) < len(names):
         names = [str(folder) for folder, *_ in read]
-    tokenizers = [get_tokenizer(**settings.tokenizer) for _, settings, *_ in read]
-    texts = []
-    for (folder, settings, *_), tokenizer, gpt_config in zip(read, tokenizers, configs, strict=True):
-        _check_header(folder, settings, tokenizer, gpt_config)
+    tokenizers, texts = [], []
+    for (folder, settings, *_), gpt_config in zip(read, configs, strict=True):
+        with runs.named(folder / "config.yaml"):
+            tokenizers.append(get_tokenizer(**settings.tokenizer))
+        _check_header(folder, settings, tokenizers[-1], gpt_config)
         data = replace(DataConfig(**settings.data), cache=config.cache or DataConfig.cache)  # never the run's wish
         runs.check_source(folder, data, config.trust, "cache")
-        texts.append((data, tokenizer))
+        texts.append((data, tokenizers[-1]))
     files = ranks.in_turn(lambda: [prepare(*text, say=log.info) for text in texts])
     return [Run(*of_run, *others) for of_run, *others in zip(read, configs, names, tokenizers, files, strict=True)]
 
@@ -179,7 +180,8 @@ def _check_header(folder: Path, settings: DictConfig, tokenizer: Tokenizer, foun
     """ValueError unless a checkpoint is of the model that config.yaml describes."""
     plain = OmegaConf.to_container(settings)
     described = {"vocab_size": tokenizer.vocab_size, "pos": plain["pos"], "scaling": plain["scaling"]}
-    expected = asdict(GPTConfig.from_dict(plain["model"], **described))
+    with runs.named(folder / "config.yaml"):
+        expected = asdict(GPTConfig.from_dict(plain["model"], **described))
     for key, value in asdict(found).items():
         if value != expected[key]:
             raise ValueError(

@@ -7,7 +7,7 @@ windows of `nonoverlapping` also have fewer tokens with little context; under `s
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -270,12 +270,21 @@ def clusters_of(windows: Windows, documents: np.ndarray, longest: int) -> np.nda
     return ids if len(np.unique(ids)) >= ENOUGH_DOCUMENTS else windows.spans[:, 1] // longest
 
 
-def token_array(tokens: torch.Tensor | np.ndarray) -> np.ndarray:
+def token_array(tokens: torch.Tensor | np.ndarray, name: str = "tokens") -> np.ndarray:
     """As numpy. ValueError unless they are integers in one dimension, one at least."""
-    tokens = tokens.cpu().numpy() if isinstance(tokens, torch.Tensor) else np.asarray(tokens)
+    try:
+        tokens = tokens.cpu().numpy() if isinstance(tokens, torch.Tensor) else np.asarray(tokens)
+    except (TypeError, ValueError) as error:  # bfloat16, which numpy has not, or rows of different lengths
+        raise ValueError(f"{name} must be integers in one dimension ({error})") from error
     if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer) or not len(tokens):
-        raise ValueError(f"tokens must be integers in one dimension, found {tokens.dtype} {tokens.shape}")
+        raise ValueError(f"{name} must be integers in one dimension, found {tokens.dtype} {tokens.shape}")
     return tokens
+
+
+def _is_whole(value: Any, least: int = 1) -> bool:
+    """A whole number of at least `least`, be it a numpy one or a float; True is none."""
+    kinds = (int, float, np.integer, np.floating)
+    return isinstance(value, kinds) and not isinstance(value, bool) and least <= value < 2**63 and value == int(value)
 
 
 def bytes_before(tokens: np.ndarray, bytes_per_token: np.ndarray) -> np.ndarray:
@@ -299,19 +308,19 @@ def check_measurement(
 ) -> None:
     """Raise ValueError for settings that do not fit the text or each other."""
     for protocol in protocols:
-        if protocol not in PROTOCOLS:
+        if not isinstance(protocol, str) or protocol not in PROTOCOLS:
             raise ValueError(f"protocol={protocol!r}: use {' or '.join(PROTOCOLS)}")
-    if not len(lengths) or any(int(length) != length or length < 1 for length in lengths):
-        raise ValueError(f"lengths={list(lengths)}: must be whole numbers of at least 1, and at least one of them")
+    if not isinstance(lengths, Sequence | np.ndarray) or not len(lengths) or not all(map(_is_whole, lengths)):
+        raise ValueError(f"lengths={lengths!r}: must be whole numbers of at least 1, and at least one of them")
     if max(lengths) > len(tokens) - 1:
         raise ValueError(
             f"lengths={list(lengths)}: a window of {max(lengths)} and its target do not fit into the {len(tokens)} "
             "tokens of the text; use shorter lengths or more text"
         )
-    if "sliding" in protocols and not (stride == int(stride) and 1 <= stride <= min(lengths)):
-        raise ValueError(f"stride={stride}: must be from 1 to the shortest length, {min(lengths)}")
-    if max_targets is not None and (max_targets != int(max_targets) or max_targets < 1):
-        raise ValueError(f"max_targets={max_targets}: must be at least 1, or null for all")
+    if "sliding" in protocols and not (_is_whole(stride) and stride <= min(lengths)):
+        raise ValueError(f"stride={stride!r}: must be a whole number from 1 to the shortest length, {min(lengths)}")
+    if max_targets is not None and not _is_whole(max_targets):
+        raise ValueError(f"max_targets={max_targets!r}: must be a whole number of at least 1, or null for all")
     if documents is not None:
         if documents.ndim != 1 or len(documents) < 2 or (np.diff(documents) <= 0).any():
             raise ValueError("documents must be the growing offsets of the documents, and the end: (documents + 1,)")
@@ -350,11 +359,17 @@ def evaluate_lengths(
     Past a learned table nll, perplexity and stderr are None, scored is 0 and `note` says where the table ends.
     Raises ValueError for settings that do not fit the text or each other, and ids outside the vocabulary.
     """
-    tokens, documents = token_array(tokens), None if documents is None else token_array(documents)
+    tokens, documents = token_array(tokens), None if documents is None else token_array(documents, "documents")
     check_measurement(tokens, lengths, [protocol], stride, max_targets, documents)
-    if bytes_per_token is not None and len(bytes_per_token) < model.config.vocab_size:
-        raise ValueError(f"bytes_per_token has {len(bytes_per_token)} entries for {model.config.vocab_size} ids")
+    if not _is_whole(batch_tokens):
+        raise ValueError(f"batch_tokens={batch_tokens!r}: must be a whole number of at least 1")
+    if bytes_per_token is not None:
+        bytes_per_token = token_array(bytes_per_token, "bytes_per_token")
+        if len(bytes_per_token) < model.config.vocab_size:
+            raise ValueError(f"bytes_per_token has {len(bytes_per_token)} entries for {model.config.vocab_size} ids")
     lengths, limit = [int(length) for length in lengths], model.pos.max_length
+    stride = int(stride) if protocol == "sliding" else 1  # which is the only one to look at it
+    max_targets, batch_tokens = max_targets and int(max_targets), int(batch_tokens)
     pieces = stretches(len(tokens), max(lengths), documents)
     fitting = [length for length in lengths if limit is None or length <= limit]
     windows = [cut(pieces, length, max(lengths), protocol, stride, max_targets) for length in fitting]

@@ -5,6 +5,8 @@ from collections.abc import Hashable
 import torch
 from torch import Tensor
 
+from model.checks import check_memory, check_whole
+
 _NEVER = object()  # a regime that equals no other
 
 
@@ -16,10 +18,17 @@ class Cache:
     frequencies change with the length (see GPT.forward, also for scaling_length).
     """
 
-    def __init__(self, batch_size: int, max_length: int, scaling_length: int | None, device: torch.device | str):
-        for name, value in (("batch_size", batch_size), ("max_length", max_length)):
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name}={value!r}: must be a whole number of at least 1")
+    def __init__(self, batch_size: int, max_length: int, scaling_length: int | None, device, token_bytes: int = 0):
+        check_whole("batch_size", batch_size, most=2**31 - 1)
+        check_whole("max_length", max_length, most=2**31 - 1)
+        if scaling_length is not None:
+            check_whole("scaling_length", scaling_length, open_end=", or None")
+        if torch.device(device).type == "cpu":
+            needed, what = (
+                (8 + token_bytes) * batch_size * max_length,
+                f"{batch_size} times max_length={max_length} tokens",
+            )
+            check_memory(needed, f"{what} in the cache", "use fewer or shorter sequences")
         self.tokens = torch.zeros((batch_size, max_length), dtype=torch.int64, device=device)
         self.batch_size, self.max_length, self.scaling_length = batch_size, max_length, scaling_length
         self.length = self.past = 0  # past: where the tokens being passed begin
@@ -53,7 +62,8 @@ class KVCache(Cache):
     """
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device, scaling_length: int | None = None):
-        super().__init__(shape[1], shape[3], scaling_length, device)
+        layers, batch_size, heads, max_length, head_dim = shape
+        super().__init__(batch_size, max_length, scaling_length, device, 2 * dtype.itemsize * layers * heads * head_dim)
         self.keys, self.values = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
         # int64 (1,): set while one-token passes have to be the same kernels at every length (model/graph.py). Where the
         # token goes is then read on the device, and attention sees all of the room, what lies past the token masked.

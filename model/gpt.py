@@ -11,13 +11,14 @@ from torch import Tensor, nn
 
 from model.attention import CHUNK, linear_attention, softmax_attention
 from model.cache import Cache, KVCache, StateCache
+from model.checks import check_memory, check_tensor, check_whole
 from model.config import GPTConfig
 from model.gelu import gelu
 from model.graph import GraphedStep, can_graph
 from model.linear import Linear, linear
 from model.loss import token_losses
 from model.positions import PositionScheme, build_scheme
-from model.sampling import evaluating, sample
+from model.sampling import check_sampling, evaluating, sample
 
 
 @dataclass(frozen=True)
@@ -98,6 +99,10 @@ class GPT(nn.Module):
 
     def __init__(self, config: GPTConfig):
         super().__init__()
+        if torch.get_default_device().type == "cpu":
+            count = config.num_parameters()
+            way_out = "use fewer layers or heads, a smaller head_dim or vocabulary"
+            check_memory(4 * count, f"the model's {count:,} parameters", way_out)
         self.config = config
         self.embedding = nn.Embedding(config.padded_vocab_size, config.width)
         self.dropout = nn.Dropout(config.dropout)
@@ -141,16 +146,15 @@ class GPT(nn.Module):
         Raises ValueError for shapes that do not fit, ids outside the vocabulary (checked on the CPU only: elsewhere it
         would stall every step), positions past a learned table and a full cache; the cache is then as it was.
         """
-        if tokens.ndim != 2 or 0 in tokens.shape:
-            raise ValueError(f"tokens must be (B, T) with B and T of at least 1, found {tuple(tokens.shape)}")
+        self._check_batch(tokens)
         if targets is not None:
+            check_tensor("targets", targets)
             if targets.shape != tokens.shape:
                 raise ValueError(f"targets {tuple(targets.shape)} must have the shape of tokens {tuple(tokens.shape)}")
             targets = targets.long()
-        if scaling_length is not None and (not isinstance(scaling_length, int) or scaling_length < 1):
-            raise ValueError(f"scaling_length={scaling_length!r}: must be a whole number of at least 1, or None")
-        if type(first_position) is not int or first_position < 0:
-            raise ValueError(f"first_position={first_position!r}: must be a whole number of at least 0")
+        if scaling_length is not None:
+            check_whole("scaling_length", scaling_length, open_end=", or None")
+        check_whole("first_position", first_position, 0, 2**53)  # what float64 counts to
         if first_position and cache is not None:
             raise ValueError(f"first_position={first_position}: must be 0 with a cache, whose tokens start at 0")
         if tokens.device.type == "cpu" and not torch.compiler.is_compiling():
@@ -218,10 +222,18 @@ class GPT(nn.Module):
         losses = token_losses(x[scored], shared[0], targets[scored], shared[1])
         return losses.new_zeros(targets.shape).masked_scatter(scored, losses)
 
+    def _check_batch(self, tokens: Tensor) -> None:
+        check_tensor("tokens", tokens)
+        if tokens.ndim != 2 or 0 in tokens.shape:
+            raise ValueError(f"tokens must be (B, T) with B and T of at least 1, found {tuple(tokens.shape)}")
+        if tokens.device != self.embedding.weight.device:
+            raise ValueError(f"tokens are on {tokens.device}, the model is on {self.embedding.weight.device}")
+
     def check_tokens(self, tokens: Tensor) -> None:
         """Raise ValueError unless every id is in [0, vocab_size)."""
-        if tokens.dtype not in (torch.int64, torch.int32):
-            raise ValueError(f"tokens must be integers (int64), found {tokens.dtype}")
+        check_tensor("tokens", tokens)
+        if not tokens.numel():
+            raise ValueError(f"tokens must be at least one, found {tuple(tokens.shape)}")
         low, high = (int(value) for value in tokens.aminmax())
         if low < 0 or high >= self.config.vocab_size:
             found = low if low < 0 else high
@@ -241,7 +253,6 @@ class GPT(nn.Module):
         shape = (c.n_layer, batch_size, c.n_kv_head, max_length, c.head_dim)
         return KVCache(shape, dtype, weight.device, scaling_length)
 
-    @torch.inference_mode()
     def generate(
         self,
         tokens: Tensor,
@@ -260,17 +271,18 @@ class GPT(nn.Module):
         cache the tokens are the same, but for ties that rounding decides. scaling_length: see forward. Dropout is off.
         Raises ValueError for settings out of range and, before any work, where a learned table is too short.
         """
-        if tokens.ndim != 2 or 0 in tokens.shape:
-            raise ValueError(f"tokens must be (B, T) with B and T of at least 1, found {tuple(tokens.shape)}")
-        if not isinstance(max_new_tokens, int) or max_new_tokens < 0:
-            raise ValueError(f"max_new_tokens={max_new_tokens!r}: must be a whole number of at least 0")
+        self._check_batch(tokens)
+        check_whole("max_new_tokens", max_new_tokens, 0, 2**31 - 1)
+        check_sampling(temperature, top_k, top_p, generator, tokens.device)
+        if scaling_length is not None:
+            check_whole("scaling_length", scaling_length, open_end=", or None")
         self.check_tokens(tokens)
         B, T = tokens.shape
         last = T + max_new_tokens - 2  # the last token drawn is never fed back
         if max_new_tokens:
             self.pos.check_position(last)
         cache = self.new_cache(B, last + 1, scaling_length) if use_cache and max_new_tokens else None
-        with evaluating(self):
+        with torch.inference_mode(), evaluating(self):
             chunk, graphed = tokens, None
             for _ in range(max_new_tokens):
                 if graphed is None and cache is not None and cache.length and can_graph(self, cache):
@@ -282,7 +294,7 @@ class GPT(nn.Module):
                 following = sample(logits, temperature, top_k, top_p, generator)
                 tokens = torch.cat((tokens, following), dim=1)
                 chunk = tokens if cache is None else following
-        return tokens
+        return tokens.clone()  # outside inference mode, so that a pass with gradients takes it, too
 
     def optimizer_groups(self, weight_decay: float) -> list[dict]:
         """Decay on matrices only: not on norms, biases, or anything of the position scheme.

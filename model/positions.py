@@ -21,9 +21,10 @@ from collections.abc import Callable, Hashable
 import torch
 from torch import Tensor, nn
 
+from model.checks import check_whole, is_number
 from model.registry import lookup
 from model.rope import Rotation, plain_frequencies, rope_frequencies, rotary_tables
-from model.scaling import complete_scaling, regime, scaled
+from model.scaling import SCALINGS, complete_scaling, regime, scaled
 
 
 class PositionScheme(nn.Module):
@@ -246,9 +247,11 @@ def complete_scheme(pos: dict) -> dict:
     done = {key: pos.get(key, default) for key, default in known.items()}
     for key, value in done.items():
         kind = type(known[key])
-        if kind is float and type(value) is int:
+        if kind is int:
+            check_whole(f"pos.{key}", value, most=2**31 - 1)
+        elif kind is float and is_number(value):
             done[key] = float(value)
-        elif type(value) is not kind:
+        elif kind is float or type(value) is not kind:
             raise ValueError(f"pos.{key}={value!r}: must be of type {kind.__name__}, as {known[key]!r} is")
     return {"name": name, **done}
 
@@ -257,10 +260,11 @@ def check_scaling(config) -> dict | None:
     """The config's scaling with its defaults filled in; None for none. Raises ValueError where it cannot apply."""
     if config.scaling is None or config.scaling == {"name": "none"}:
         return None
+    name, _ = lookup("scaling", SCALINGS, config.scaling)
     if not SCHEMES[config.pos["name"]].rotates:
         rotating = ", ".join(name for name, scheme in SCHEMES.items() if scheme.rotates)
         raise ValueError(
-            f"scaling={config.scaling.get('name')!r} on pos={config.pos['name']}: it has no frequencies to scale; use "
+            f"scaling={name!r} on pos={config.pos['name']}: it has no frequencies to scale; use "
             f"scaling=none, or a scheme that rotates ({rotating})"
         )
     planes = round(config.head_dim * config.pos["rotary_fraction"]) // 2

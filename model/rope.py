@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from model.checks import FLOATS, check_tensor, check_whole, is_number
 from model.scaling import complete_scaling, scaled
 
 
@@ -26,15 +27,19 @@ def rope_frequencies(
     Returns inv_freq, float64 (head_dim / 2,), and attention_scale (1.0 without scaling). Raises ValueError for an odd
     width, a base that is not above 1, and a scaling that is not known or lacks train_length.
     """
-    if type(head_dim) is not int or head_dim < 2 or head_dim % 2:
-        raise ValueError(f"head_dim={head_dim}: dimensions turn in pairs, so it must be even and at least 2")
-    if not 1 < base < float("inf"):
-        raise ValueError(f"pos.base={base}: must be a finite number above 1")
+    if type(head_dim) is not int or not 2 <= head_dim <= 2**20 or head_dim % 2:
+        raise ValueError(f"head_dim={head_dim!r}: dimensions turn in pairs, so it must be even, from 2 to {2**20:,}")
+    if not is_number(base) or base <= 1:
+        raise ValueError(f"pos.base={base!r}: must be a finite number above 1")
+    base = float(base)
     inv_freq = plain_frequencies(head_dim, base)
     if scaling is None or scaling == {"name": "none"}:
         return inv_freq, 1.0
-    if train_length is None or train_length < 1:
-        raise ValueError(f"train_length={train_length}: a scaling needs the longest window seen in training")
+    if train_length is None:
+        raise ValueError("train_length=None: a scaling needs the longest window seen in training")
+    check_whole("train_length", train_length, most=2**53)  # what float64 counts to
+    if length is not None:
+        check_whole("length", length, most=2**53, open_end=", or None")
     completed = complete_scaling(scaling, head_dim // 2)
     return scaled(inv_freq, base, completed, train_length, train_length if length is None else length)
 
@@ -120,12 +125,17 @@ def rotate(
     """Turn each plane i of x (..., T, head_dim) by positions[t] · inv_freq[i] (Su et al. 2021, equation 34).
 
     positions: integers (T,). inv_freq: (planes,), with 2 · planes <= head_dim; dimensions past that are left alone.
-    Returns the shape and dtype of x. Raises ValueError where the shapes do not fit.
+    Returns the shape and dtype of x. Raises ValueError where the shapes or types do not fit.
     """
-    if positions.ndim != 1 or positions.shape[0] != x.shape[-2]:
+    check_tensor("positions", positions)
+    for name, value in (("x", x), ("inv_freq", inv_freq)):
+        check_tensor(name, value, FLOATS)
+    if x.ndim < 2 or positions.shape != x.shape[-2:-1]:
         raise ValueError(f"positions of shape {tuple(positions.shape)} do not fit x of shape {tuple(x.shape)}")
-    if positions.is_floating_point():
-        raise ValueError(f"positions must be integers, found {positions.dtype}")
+    if inv_freq.ndim != 1:
+        raise ValueError(f"inv_freq must be (planes,), found shape {tuple(inv_freq.shape)}")
+    if not is_number(attention_scale):
+        raise ValueError(f"attention_scale={attention_scale!r}: must be a finite number")
     if 2 * inv_freq.shape[0] > x.shape[-1]:
         raise ValueError(f"{inv_freq.shape[0]} planes need {2 * inv_freq.shape[0]} dimensions, x has {x.shape[-1]}")
     cos, sin = rotary_tables(positions, inv_freq, attention_scale)

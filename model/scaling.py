@@ -15,7 +15,6 @@ may stay open, a number may not, and a key without a default holds one number a 
 
 import inspect
 import math
-import sys
 from collections.abc import Callable, Hashable
 from typing import NamedTuple
 
@@ -153,15 +152,18 @@ def regime(scaling: dict, train_length: int, length: int) -> Hashable:
     return REGIMES.get(scaling["name"], lambda *_: None)(train_length, length)
 
 
+LEAST, MOST = 1e-9, 1e9  # beyond them angles or scores would overflow
+
+
 def _is_number(value) -> bool:
-    # The comparison turns down nan, inf and whole numbers too large for a float; type() turns down True.
-    return type(value) in (int, float) and 0 < value <= sys.float_info.max
+    # The comparison turns down nan and inf; type() turns down True.
+    return type(value) in (int, float) and LEAST <= value <= MOST
 
 
 def _check_value(name: str, key: str, value, default, planes: int):
     """The value with its numbers as floats. Raises ValueError."""
     if default is inspect.Parameter.empty:
-        need = f"a list of {planes} finite numbers above 0, one a plane"
+        need = f"a list of {planes} finite numbers from {LEAST:g} to {MOST:g}, one a plane"
         if value is default:
             raise ValueError(f"scaling.{key} is missing: {name} needs {need} (1 leaves a plane as it is)")
         if type(value) not in (list, tuple) or len(value) != planes or not all(map(_is_number, value)):
@@ -171,9 +173,11 @@ def _check_value(name: str, key: str, value, default, planes: int):
     if value is None and default is None:
         return None
     if not _is_number(value) or (key == "factor" and value < 1):
-        allowed = "of at least 1 (1 is plain RoPE)" if key == "factor" else "above 0"
+        least = "of at least 1 (1 is plain RoPE)" if key == "factor" else f"of at least {LEAST:g}"
         way_out = "null, which derives it" if default is None else f"the default, {default}"
-        raise ValueError(f"scaling.{key}={value!r}: must be a finite number {allowed}; or use {way_out}")
+        raise ValueError(
+            f"scaling.{key}={value!r}: must be a finite number {least}, at most {MOST:g}; or use {way_out}"
+        )
     return float(value)
 
 

@@ -5,7 +5,7 @@ from runs.devices import autocast, device_name, pick_device, pick_precision, set
 from runs.folder import MetricsFile, latest_run, provenance, run_dir
 from runs.origin import agreement, from_source, repeated_config, resumed_config, start_from
 from runs.processes import Ranks, all_jobs, join_processes
-from runs.settings import CONFIGS, TrainConfig, checked, clear_errors, entry, meant, read_run, require
+from runs.settings import CONFIGS, TrainConfig, checked, clear_errors, entry, meant, named, read_run, require
 from runs.sharding import averaging, check_sharding, load_optimizer, shard, whole_weights, write_shards
 from runs.signals import Stop, Stopped
 from runs.tracking import WandbRun, new_wandb_id, start_wandb, wandb_identity, wandb_mode
@@ -35,6 +35,7 @@ __all__ = [
     "latest_run",
     "load_optimizer",
     "meant",
+    "named",
     "new_wandb_id",
     "pick_device",
     "pick_precision",

@@ -6,6 +6,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from data import get_tokenizer
 from model import GPTConfig
+from model.checks import check_memory
 from runs.processes import Ranks
 from runs.settings import require
 from runs.tracking import wandb_mode
@@ -28,8 +29,6 @@ def check_settings(config: DictConfig, ranks: Ranks) -> GPTConfig:
     require(config, {f"train.{key}": low for key, low in least.items()} | {"val.stride": 1, "val.max_targets": 1})
     require(config, {"seed": 0})
     wandb_mode(config.wandb.mode)
-    if config.seed >= 2**63:
-        raise ValueError(f"seed={config.seed}: must be below 2^63")
     for key in ("lr", "grad_clip"):
         if not 0 < t[key] < math.inf:
             raise ValueError(f"train.{key}={t[key]}: must be a finite number above 0")
@@ -42,8 +41,8 @@ def check_settings(config: DictConfig, ranks: Ranks) -> GPTConfig:
         raise ValueError(f"profile=true records steps 3 to 5, train.max_steps={t.max_steps}: must be at least 5")
     if t.compile not in (True, False):
         raise ValueError(f"train.compile={t.compile!r}: use true or false")
-    if not v.multiples or min(v.multiples) <= 0:
-        raise ValueError(f"val.multiples={list(v.multiples)}: at least one, all above 0")
+    if not v.multiples or not all(0 < multiple < math.inf for multiple in v.multiples):
+        raise ValueError(f"val.multiples={list(v.multiples)}: at least one, all finite and above 0")
     if t.batch_size % (ranks.world_size * (t.micro_batch_size or 1)):
         raise ValueError(
             f"train.batch_size={t.batch_size}: must be a multiple of train.micro_batch_size={t.micro_batch_size} "
@@ -52,4 +51,7 @@ def check_settings(config: DictConfig, ranks: Ranks) -> GPTConfig:
     if config.init_table not in (None, "interpolate"):
         raise ValueError(f"init_table={config.init_table!r}: use interpolate, or null to refuse")
     plain, vocab_size = OmegaConf.to_container(config), get_tokenizer(**config.tokenizer).vocab_size
-    return GPTConfig.from_dict(plain["model"], vocab_size=vocab_size, pos=plain["pos"], scaling=plain["scaling"])
+    found = GPTConfig.from_dict(plain["model"], vocab_size=vocab_size, pos=plain["pos"], scaling=plain["scaling"])
+    ids = 8 * (t.batch_size // ranks.world_size) * (found.train_length + 1)
+    check_memory(ids, f"train.batch_size={t.batch_size}: the batch's token ids", "use a smaller one")
+    return found

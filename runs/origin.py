@@ -1,5 +1,6 @@
 """Where a run comes from: resumed, repeated, or started from another's weights; and whether a repeated one agrees."""
 
+import contextlib
 import logging
 import math
 from collections.abc import Iterator
@@ -26,6 +27,15 @@ RESUMABLE |= {"train.keep", "train.skip_bad_steps", "sharding", "data.cache", "t
 REPEATABLE = {"repeat", "device", "wandb.mode", "train.keep", "data.cache", "trust"}
 
 
+@contextlib.contextmanager
+def _named(config: DictConfig, how: str) -> Iterator[Path]:
+    """The run that a setting names; where there is none, the error names the setting as well."""
+    try:
+        yield Path(config[how]).expanduser()
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"{how}={config[how]}: {error}") from error
+
+
 def resumed_config(config: DictConfig, overrides: list[str]) -> DictConfig:
     """The configuration of the run to resume, with the few settings that may change taken from the command line."""
     way_out = "To start anew from its weights: init_from=<run folder>"
@@ -37,14 +47,15 @@ def repeated_config(config: DictConfig, overrides: list[str]) -> DictConfig:
 
     FileNotFoundError or ValueError where there is nothing to compare with in the end.
     """
-    source = Path(config.repeat).expanduser()
-    latest_checkpoint(source)
-    read_metrics(source / "metrics.jsonl")
+    with _named(config, "repeat") as source:
+        latest_checkpoint(source)
+        read_metrics(source / "metrics.jsonl")
     return _as_there(config, "repeat", overrides, REPEATABLE, "To train with another setting, leave repeat= out")
 
 
 def _as_there(config: DictConfig, how: str, overrides: list[str], free: set[str], way_out: str) -> DictConfig:
-    saved, _ = read_run(source := Path(config[how]).expanduser())
+    with _named(config, how) as source:
+        saved, _ = read_run(source)
     if how == "resume":
         check_folder(source, to_write=True)
     for override in overrides:
@@ -65,9 +76,11 @@ def _as_there(config: DictConfig, how: str, overrides: list[str], free: set[str]
 def from_source(config: DictConfig) -> DictConfig:
     """Where a run starts from another's weights under a scaling, its formulas start from that one's length."""
     scaled = config.scaling is not None and config.scaling.get("name") != "none"
-    if config.init_from and not config.resume and scaled and config.model.get("original_length") is None:
-        source = latest_checkpoint(Path(config.init_from).expanduser())
-        config.model.original_length = read_config(source).original_length
+    if config.init_from and not config.resume:
+        with _named(config, "init_from") as source:
+            weights = latest_checkpoint(source)
+        if scaled and config.model.get("original_length") is None:
+            config.model.original_length = read_config(weights).original_length
     return config
 
 

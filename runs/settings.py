@@ -6,7 +6,6 @@ import io
 import itertools
 import json
 import logging
-import math
 import os
 import sys
 import traceback
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from hydra.errors import CompactHydraException
+from hydra.errors import CompactHydraException, OverrideParseException
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -132,11 +131,11 @@ def checked(config: DictConfig, schema: type) -> DictConfig:
 
 
 def require(config: DictConfig, least: dict[str, float]) -> None:
-    """Raise ValueError unless every named number is given or null, finite, and at least as large as stated."""
+    """Raise ValueError unless every named number is given or null, at least as large as stated, and below 2^63."""
     for key, low in least.items():
         value = OmegaConf.select(config, key)
-        if value is not None and not low <= value < math.inf:
-            raise ValueError(f"{key}={value}: must be at least {low}")
+        if value is not None and not low <= value < 2**63:
+            raise ValueError(f"{key}={value}: must be at least {low}, and below 2^63")
 
 
 def read_run(run: Path) -> tuple[DictConfig, dict]:
@@ -160,12 +159,21 @@ def read_run(run: Path) -> tuple[DictConfig, dict]:
 
 
 @contextlib.contextmanager
+def named(path: Path) -> Iterator[None]:
+    """ValueErrors about settings also say which file these are from."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+@contextlib.contextmanager
 def clear_errors(folder: Path | None = None) -> Iterator[None]:
     """Show errors that a user can mend as one message; keep every traceback in the run's log.
 
-    ValueErrors and OSErrors carry a message written for the user. Anything else is a fault of the program, and is
-    shown with its traceback. An error that not all processes of a job meet ends this one at once, so that the others,
-    who may be waiting for it, learn of it.
+    ValueErrors and OSErrors carry a message written for the user, and memory has an end. Anything else is a fault of
+    the program, and is shown with its traceback. An error that not all processes of a job meet ends this one at once,
+    so that the others, who may be waiting for it, learn of it.
     """
     stage = f"job {next(_jobs)}"
     try:
@@ -174,15 +182,17 @@ def clear_errors(folder: Path | None = None) -> Iterator[None]:
         log.debug("failed", exc_info=True)
         if is_lost(error):
             leave_lost(stage)
-        mendable = isinstance(error, (ValueError, OSError))
+        memory = isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+        mendable = memory or isinstance(error, ValueError | OSError)
+        way_out = "; use a smaller model, train.batch_size or tokens, or shorter lengths" if memory else ""
         where = f"\n(traceback in {folder / 'train.log'})" if folder and _rank() == "0" else ""
         if not all_meet(str(error), stage):
-            text = printable(error) if mendable else traceback.format_exc()
+            text = f"{printable(error)}{way_out}" if mendable else traceback.format_exc()
             print(f"error in process {_rank()}: {text}{where}", file=sys.__stderr__, flush=True)
             raise SystemExit(1) from None
         if not mendable:
             raise
-        raise CompactHydraException(f"error: {printable(error)}{where}") from error
+        raise CompactHydraException(f"error: {printable(error)}{way_out}{where}") from error
     except BaseException:
         log.debug("failed", exc_info=True)
         raise
@@ -212,7 +222,7 @@ def entry(schema: type) -> Iterator[None]:
                 sys.exit(f"error: {error}")
     held = io.StringIO()
     try:
-        with contextlib.nullcontext() if _rank() == "0" else contextlib.redirect_stderr(held):
+        with contextlib.nullcontext() if _rank() == "0" else contextlib.redirect_stderr(held), _one_message():
             yield
     except SystemExit as end:
         # Hydra leaves after the error that it reports; others who leave with a status have said all there is.
@@ -223,6 +233,42 @@ def entry(schema: type) -> Iterator[None]:
                 for line in meant(sys.argv[1:], schema):
                     print(line, file=sys.stderr)
         raise
+
+
+@contextlib.contextmanager
+def _one_message() -> Iterator[None]:
+    """In the place of Hydra, which shows tracebacks of its own, such as for an interpolation of a missing key."""
+    wanted = os.environ.get("HYDRA_FULL_ERROR", "0")
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # it reports nothing, and raises
+    try:
+        yield
+    except Exception as error:
+        if wanted == "1":
+            raise
+        of_job = any(
+            frame.f_code is clear_errors.__wrapped__.__code__ for frame, _ in traceback.walk_tb(error.__traceback__)
+        )
+        if of_job and not isinstance(error, CompactHydraException):
+            traceback.print_exception(error)
+        else:
+            print(error if of_job else _message(error), file=sys.stderr)
+        sys.exit(1)
+    finally:
+        os.environ["HYDRA_FULL_ERROR"] = wanted
+
+
+def _message(error: Exception) -> str:
+    """What keeps Hydra from running a command at all, and the words of it that are to blame."""
+    said, cause = str(error), error.__cause__
+    if isinstance(error, CompactHydraException):
+        said += f"\n{cause}" if isinstance(cause, OmegaConfBaseException) else ""
+    elif isinstance(error, OmegaConfBaseException):
+        said = f"error: {said.splitlines()[0]} (setting {error.full_key})"
+    else:  # whatever odd words happen to trigger in Hydra
+        said = f"error: {said or type(error).__name__}"
+    words = [error.override] if isinstance(error, OverrideParseException) else sys.argv[1:]
+    named = any(word.split("=")[0].lstrip("+~") in said for word in words if "=" in word or word[:1] == "~")
+    return said if named else f"{said}\nin: {' '.join(words)}"
 
 
 def meant(words: list[str], schema: type) -> Iterator[str]:

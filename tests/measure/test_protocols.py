@@ -161,7 +161,7 @@ def test_evaluation_leaves_the_model_as_it_was():
         ({"stride": 9}, "stride=9.* 8"),
         ({"stride": 2.5}, r"stride=2\.5"),
         ({"max_targets": 2.5}, r"max_targets=2\.5"),
-        ({"bytes_per_token": np.ones(60)}, "60 entries for 61 ids"),
+        ({"bytes_per_token": np.ones(60, dtype=np.int64)}, "60 entries for 61 ids"),
         ({"max_targets": 0}, "max_targets=0"),
         ({"tokens": torch.zeros((2, 50), dtype=torch.int64)}, "one dimension"),
         ({"tokens": torch.zeros(50)}, "integers"),
