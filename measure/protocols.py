@@ -310,8 +310,9 @@ def check_measurement(
     for protocol in protocols:
         if not isinstance(protocol, str) or protocol not in PROTOCOLS:
             raise ValueError(f"protocol={protocol!r}: use {' or '.join(PROTOCOLS)}")
-    if not isinstance(lengths, Sequence | np.ndarray) or not len(lengths) or not all(map(_is_whole, lengths)):
-        raise ValueError(f"lengths={lengths!r}: must be whole numbers of at least 1, and at least one of them")
+    given = list(lengths) if isinstance(lengths, Sequence | np.ndarray) else lengths
+    if not isinstance(given, list) or not given or not all(map(_is_whole, given)):
+        raise ValueError(f"lengths={given!r}: must be whole numbers of at least 1, and at least one of them")
     if max(lengths) > len(tokens) - 1:
         raise ValueError(
             f"lengths={list(lengths)}: a window of {max(lengths)} and its target do not fit into the {len(tokens)} "
