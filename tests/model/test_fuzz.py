@@ -112,6 +112,13 @@ def test_a_config_is_refused_or_is_that_of_a_model(given):
         assert model(tokens).isfinite().all()
 
 
+@pytest.mark.parametrize("pos", SCHEMES)
+@pytest.mark.parametrize("scaling", [0, 3, "yarn", [], {}, {"name": None}, {"name": "nope"}], ids=str)
+def test_no_scheme_takes_what_is_no_scaling(pos, scaling):
+    with pytest.raises(ValueError, match=r"^scaling"):
+        GPTConfig(**SHAPE, pos={"name": pos}, scaling=scaling)
+
+
 @pytest.mark.parametrize(
     "given",
     [
@@ -255,15 +262,15 @@ def test_a_text_without_end_is_refused_at_once(settings, use_cache):
 
 
 DRAW = {
-    "temperature": st.floats(0, 3) | st.sampled_from([1e-320, 1e-30, 1e30, 1e300]),
+    "temperature": st.floats(0.3, 3) | st.sampled_from([0, 1e-320, 1e-30, 1e300]),
     "top_k": st.none() | st.integers(1, 9) | st.just(10**30),
-    "top_p": st.none() | st.floats(0.001, 1) | st.just(1),
+    "top_p": st.none() | st.floats(0.05, 1) | st.just(1),
     "generator": st.just(None),
 }
 
 
 @examples(300)
-@given(st.lists(st.integers(-30, 30), min_size=1, max_size=6, unique=True), seeds, spoilt(DRAW))
+@given(st.lists(st.integers(-4, 4), min_size=2, max_size=6, unique=True), seeds, spoilt(DRAW))
 def test_what_is_drawn_is_of_the_set_that_it_is_drawn_from(logits, seed, given):
     """The set by its definition in float64, for logits so far apart that no rounding decides."""
     assume(type(given["generator"]) is not torch.Generator)
