@@ -91,14 +91,19 @@ def check(answer: Answer, words: list[str], given: str, folder: Path) -> None:
     assert {path.name for path in folder.rglob("*") if path.is_file()} <= {"train.log"}
 
 
+def cache_of(words: list[str]) -> str:
+    """eval.py's setting for the folder in which it finds that this user has read the text before."""
+    return next(word.removeprefix("data.") for word in words if word.startswith("data.cache="))
+
+
 @pytest.fixture(scope="module")
 def tiny(corpus, tmp_path_factory):
     """The words of a run that takes a moment, a folder with one, and what is measured of it."""
     words = [*TINY, *corpus, *SHORT]
     folder = tmp_path_factory.mktemp("a run") / "rope"
     run(folder, *words)
-    whole = [f"runs='{folder}'", "lengths=[8,16]", "max_targets=64", "by_position=false", "precision=fp32"]
-    return words, folder, measure(*whole)[0]["rows"]
+    whole = [f"runs='{folder}'", cache_of(words), "lengths=[8,16]", "max_targets=64", "by_position=false"]
+    return words, folder, measure(*whole, "precision=fp32")[0]["rows"]
 
 
 @examples(15)
@@ -122,7 +127,7 @@ def test_evaluation_is_a_report_or_one_message(task, word, tiny, tmp_path_factor
         "wandb.mode=disabled",
         "tokens=3",
     ]
-    words += [f"task={task}", "lengths=[8,16]", "max_targets=64"]
+    words += [cache_of(tiny[0]), f"task={task}", "lengths=[8,16]", "max_targets=64"]
     answer = command("eval", [*words, word], folder)
     check(answer, words, word, folder)
     shutil.rmtree(folder)
@@ -157,8 +162,8 @@ def test_evaluation_is_a_report_or_one_message(task, word, tiny, tmp_path_factor
     ],
 )  # fmt: skip
 def test_one_message_says_what_is_wrong(name, word, message, tiny, tmp_path, memory_of_16_gib):
-    words = tiny[0] if name == "train" else [f"runs={eval.hydra_string(str(tiny[1]))}", "device=cpu", "precision=fp32"]
-    words = [*words, *word.split()]
+    run_words = [f"runs={eval.hydra_string(str(tiny[1]))}", "device=cpu", "precision=fp32", cache_of(tiny[0])]
+    words = [*(tiny[0] if name == "train" else run_words), *word.split()]
     answer = command(name, words, tmp_path)
     assert answer.status == 1
     assert "Traceback" not in answer.error
@@ -196,6 +201,7 @@ def test_a_config_yaml_with_anything_in_it_is_the_same_run_or_named(data, tiny, 
         block.pop(last, None)
     path.write_bytes(yaml.safe_dump(plain, allow_unicode=True).encode("utf-8", "surrogatepass"))
     words = [f"runs={eval.hydra_string(str(folder / 'run'))}", "device=cpu", "precision=fp32", "wandb.mode=disabled"]
+    words.append(cache_of(tiny[0]))
     answer = command("eval", [*words, "lengths=[8,16]", "max_targets=64", "by_position=false"], folder)
     if answer.status:
         assert "Traceback" not in answer.error
