@@ -11,7 +11,6 @@
 What is measured is kept: an interrupted command, given again, goes on where it stopped. measure/ does the measuring.
 """
 
-import glob
 import logging
 import os
 import re
@@ -19,7 +18,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -33,23 +32,13 @@ from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 import runs
-from data import DataConfig, TokenFiles, Tokenizer, get_tokenizer, prepare
+from data import get_tokenizer
 from measure import probes
 from measure.protocols import PROTOCOLS, evaluate_lengths, new_losses
 from measure.report import Report, comparability
 from measure.results import Job, Measurement, Scoring, group_labels, seedless
 from measure.store import Losses
-from model.checkpoint import (
-    best_checkpoint,
-    check_whole,
-    checkpoints,
-    file_digest,
-    latest_checkpoint,
-    load_weights,
-    read_config,
-    step_of,
-)
-from model.config import GPTConfig
+from model.checkpoint import file_digest, load_weights
 from model.positions import SCHEMES
 from model.registry import lookup
 from model.safety import printable
@@ -116,101 +105,6 @@ def default_stride(train_length: int, lengths: Sequence[int]) -> int:
     return max(1, min(train_length // 2, min(lengths, default=1)))
 
 
-@dataclass(frozen=True)
-class Run:
-    """A run folder, read and found whole."""
-
-    folder: Path
-    settings: DictConfig
-    origin: dict
-    checkpoint: Path
-    config: GPTConfig
-    name: str
-    tokenizer: Tokenizer
-    files: TokenFiles
-
-
-def chosen_checkpoint(run: Path, which: str | int) -> Path:
-    """The weights file of a run's last or best checkpoint, or of the one of a step.
-
-    Raises FileNotFoundError where there is none, ValueError for anything else.
-    """
-    if which in ("last", "best"):
-        return latest_checkpoint(run) if which == "last" else best_checkpoint(run)
-    if type(which) is not int:
-        raise ValueError(f"checkpoint={which!r}: use last, best, or the number of a step")
-    steps = {step_of(path): path for path in checkpoints(run)}
-    if which not in steps:
-        there = ", ".join(map(str, steps))
-        raise FileNotFoundError(f"checkpoint={which}: {run} has no checkpoint of that step, but those of {there}")
-    check_whole(steps[which])
-    return steps[which]
-
-
-def read_runs(config: DictConfig, ranks: runs.Ranks) -> list[Run]:
-    """All runs of the configuration. ValueErrors and FileNotFoundErrors name the folder or file that is wrong."""
-    # The first process chooses: a moment later another run may be the latest, and another checkpoint a run's last.
-    folders = ranks.share(_folders(config) if ranks.first else None)
-    settings_of = [runs.read_run(folder) for folder in folders]
-    paths = ranks.share([chosen_checkpoint(folder, config.checkpoint) for folder in folders] if ranks.first else None)
-    read = [(folder, *of_run, path) for folder, of_run, path in zip(folders, settings_of, paths, strict=True)]
-    configs = [read_config(path) for *_, path in read]
-    for *_, path in read:
-        load_weights(path)  # a damaged one must be known before hours of measuring
-    names = [settings.name.encode("utf-8", "replace").decode() for _, settings, *_ in read]  # YAML can hold half a pair
-    if len(set(names)) < len(names):
-        names = [
-            name if names.count(name) == 1 else path[0].resolve().name for name, path in zip(names, read, strict=True)
-        ]
-    if len(set(names)) < len(names):
-        names = [str(folder) for folder, *_ in read]
-    tokenizers, texts = [], []
-    for (folder, settings, *_), gpt_config in zip(read, configs, strict=True):
-        with runs.named(folder / "config.yaml"):
-            tokenizers.append(get_tokenizer(**settings.tokenizer))
-        _check_header(folder, settings, tokenizers[-1], gpt_config)
-        data = replace(DataConfig(**settings.data), cache=config.cache or DataConfig.cache)  # never the run's wish
-        runs.check_source(folder, data, config.trust, "cache")
-        texts.append((data, tokenizers[-1]))
-    files = ranks.in_turn(lambda: [prepare(*text, say=log.info) for text in texts])
-    return [Run(*of_run, *others) for of_run, *others in zip(read, configs, names, tokenizers, files, strict=True)]
-
-
-def _check_header(folder: Path, settings: DictConfig, tokenizer: Tokenizer, found: GPTConfig) -> None:
-    """ValueError unless a checkpoint is of the model that config.yaml describes."""
-    plain = OmegaConf.to_container(settings)
-    described = {"vocab_size": tokenizer.vocab_size, "pos": plain["pos"], "scaling": plain["scaling"]}
-    with runs.named(folder / "config.yaml"):
-        expected = asdict(GPTConfig.from_dict(plain["model"], **described))
-    for key, value in asdict(found).items():
-        if value != expected[key]:
-            raise ValueError(
-                f"{folder}: config.yaml says {key}={expected[key]}, its checkpoint {value}; not of one run"
-            )
-
-
-def _folders(config: DictConfig) -> list[Path]:
-    if config.runs is None:
-        return [runs.latest_run(Path(config.root))]
-    plain = OmegaConf.to_container(config)["runs"]
-    given = plain if isinstance(plain, list) else [plain]
-    if not all(isinstance(name, str) and name for name in given):
-        raise ValueError(f"runs={plain}: must be a run folder, a pattern, or a list of them")
-    if not given:
-        raise ValueError("runs=[]: give at least one run folder, or leave it out for the latest run")
-    found = []
-    for name in given:
-        path = Path(str(name)).expanduser()
-        if path.exists() or not glob.has_magic(str(path)):
-            found.append(path)
-            continue
-        matching = [Path(match) for match in sorted(glob.glob(str(path))) if (Path(match) / "config.yaml").is_file()]
-        if not matching:
-            raise FileNotFoundError(f"runs={name}: no run folder matches it")
-        found += matching
-    return list({path.resolve(): path for path in found}.values())
-
-
 def scalings_of(config: DictConfig) -> list[dict | None]:
     """The frequency scalings to measure under; None is the one a run was trained with."""
     plain = OmegaConf.to_container(config)
@@ -231,7 +125,7 @@ def scalings_of(config: DictConfig) -> list[dict | None]:
 class ScaledRun:
     """One run under one scaling: what to pass, and the losses so far. Those of equal keys are seeds of one model."""
 
-    run: Run
+    run: runs.Run
     label: str
     key: str
     scaling: dict | None
@@ -240,7 +134,7 @@ class ScaledRun:
 
 
 def plan_tasks(
-    config: DictConfig, loaded: list[Run], scoring: Scoring, machine: dict
+    config: DictConfig, loaded: list[runs.Run], scoring: Scoring, machine: dict
 ) -> tuple[list[ScaledRun], list[str]]:
     """Every run under every scaling that makes sense for it, and why others do not. machine: device and precision."""
     tasks, skipped = [], []
@@ -394,7 +288,7 @@ def evaluate_runs(config: DictConfig, ranks: runs.Ranks = runs.Ranks()) -> list[
         mode = runs.wandb_mode(config.wandb.mode) if ranks.first else "disabled"
         device = runs.pick_device(config.device, ranks.local_rank)
         precision = runs.pick_precision(config.precision, device)
-        loaded = read_runs(config, ranks)
+        loaded = runs.read_runs(config, ranks)
         out = _out(config, loaded) if ranks.first else None
         scoring = _scoring(config, loaded)
         tasks, skipped = plan_tasks(config, loaded, scoring, {"device": device.type, "precision": precision})
@@ -438,7 +332,7 @@ def evaluate_runs(config: DictConfig, ranks: runs.Ranks = runs.Ranks()) -> list[
     return report.results
 
 
-def _out(config: DictConfig, loaded: list[Run]) -> Path:
+def _out(config: DictConfig, loaded: list[runs.Run]) -> Path:
     if config.out:
         out = Path(config.out).expanduser()
     elif len(loaded) == 1:
@@ -453,7 +347,7 @@ def _out(config: DictConfig, loaded: list[Run]) -> Path:
     return out
 
 
-def _scoring(config: DictConfig, loaded: list[Run]) -> Scoring:
+def _scoring(config: DictConfig, loaded: list[runs.Run]) -> Scoring:
     train_length = min(run.config.train_length for run in loaded)
     lengths = sorted(set(config.lengths)) if config.lengths is not None else default_lengths(train_length)
     stride = config.stride if config.stride is not None else default_stride(train_length, lengths)
@@ -472,7 +366,7 @@ def _check_columns(config: DictConfig, tasks: list[ScaledRun]) -> None:
         raise ValueError(f"sort={config.sort!r}: the columns are {', '.join(columns)}")
 
 
-def _wandb(run: Run, mode: str) -> runs.WandbRun:
+def _wandb(run: runs.Run, mode: str) -> runs.WandbRun:
     """The wandb run of a run folder, taken up again."""
     settings = OmegaConf.merge(run.settings.wandb, {} if run.settings.wandb.mode == "disabled" else {"mode": mode})
     identity = runs.wandb_identity(run.settings)
@@ -488,7 +382,7 @@ def sample_text(config: DictConfig, ranks: runs.Ranks) -> list[str]:
     runs.require(config, {"tokens": 1, "seed": 0, "temperature": 0})
     device = runs.pick_device(config.device)
     precision = runs.pick_precision(config.precision, device)
-    folders = _folders(config)
+    folders = runs.run_folders(config)
     if len(folders) > 1:
         raise ValueError(f"runs={config.runs}: task=sample takes one run")
     settings, _ = runs.read_run(folders[0])
@@ -496,7 +390,7 @@ def sample_text(config: DictConfig, ranks: runs.Ranks) -> list[str]:
         raise ValueError("scalings= and task=sample: a text has one; use scaling=")
     (scaling,) = scalings_of(config)
     tokenizer = get_tokenizer(**settings.tokenizer)
-    model = load_weights(chosen_checkpoint(folders[0], config.checkpoint), device, scaling)
+    model = load_weights(runs.chosen_checkpoint(folders[0], config.checkpoint), device, scaling)
     given = [str(one) for one in prompt] if isinstance(prompt, list) else [str(prompt)]
     # Nothing to continue is a document's beginning, which in training follows another one's end.
     ids = [encoded or [tokenizer.end_of_document] for encoded in tokenizer.encode(given)]

@@ -9,12 +9,14 @@ from runs.settings import CONFIGS, TrainConfig, checked, clear_errors, entry, me
 from runs.sharding import averaging, check_sharding, load_optimizer, shard, whole_weights, write_shards
 from runs.signals import Stop, Stopped
 from runs.tracking import WandbRun, new_wandb_id, start_wandb, wandb_identity, wandb_mode
+from runs.trained import Run, chosen_checkpoint, read_runs, run_folders
 from runs.trust import check_source, redacted
 
 __all__ = [
     "CONFIGS",
     "MetricsFile",
     "Ranks",
+    "Run",
     "Stop",
     "Stopped",
     "TrainConfig",
@@ -27,6 +29,7 @@ __all__ = [
     "check_sharding",
     "check_source",
     "checked",
+    "chosen_checkpoint",
     "clear_errors",
     "device_name",
     "entry",
@@ -41,11 +44,13 @@ __all__ = [
     "pick_precision",
     "provenance",
     "read_run",
+    "read_runs",
     "redacted",
     "repeated_config",
     "require",
     "resumed_config",
     "run_dir",
+    "run_folders",
     "set_numerics",
     "shard",
     "start_from",
