@@ -69,7 +69,12 @@ def cycle(number: int, place: Path, corpus: list[str]) -> None:
     run(folder, *settings)
     run(folder, *settings, "train.max_steps=6", resume=True)
     measure(
-        f"runs={folder}", "protocol=both", "lengths=[8,16]", f"wandb.mode={mode}", f"out={place / 'outputs' / 'out'}"
+        f"runs={folder}",
+        f"cache={place / 'cache'}",
+        "protocol=both",
+        "lengths=[8,16]",
+        f"wandb.mode={mode}",
+        f"out={place / 'outputs' / 'out'}",
     )
     given = [f"runs={folder}", "task=sample", "prompt='document 1'", "tokens=5", "device=cpu"]
     sample_text(composed(*given, name="eval", schema=EvalConfig), Ranks())
