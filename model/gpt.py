@@ -232,8 +232,8 @@ class GPT(nn.Module):
     def check_tokens(self, tokens: Tensor) -> None:
         """Raise ValueError unless every id is in [0, vocab_size)."""
         check_tensor("tokens", tokens)
-        if not tokens.numel():
-            raise ValueError(f"tokens must be at least one, found {tuple(tokens.shape)}")
+        if tokens.is_meta or not tokens.numel():
+            raise ValueError(f"tokens must be at least one, with values: {tuple(tokens.shape)} on {tokens.device}")
         low, high = (int(value) for value in tokens.aminmax())
         if low < 0 or high >= self.config.vocab_size:
             found = low if low < 0 else high
