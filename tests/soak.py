@@ -68,15 +68,9 @@ def cycle(number: int, place: Path, corpus: list[str]) -> None:
     folder = place / "outputs" / f"run{number}"
     run(folder, *settings)
     run(folder, *settings, "train.max_steps=6", resume=True)
-    measure(
-        f"runs={folder}",
-        f"cache={place / 'cache'}",
-        "protocol=both",
-        "lengths=[8,16]",
-        f"wandb.mode={mode}",
-        f"out={place / 'outputs' / 'out'}",
-    )
-    given = [f"runs={folder}", "task=sample", "prompt='document 1'", "tokens=5", "device=cpu"]
+    ours = [f"runs={folder}", f"cache={place / 'cache'}"]
+    measure(*ours, "protocol=both", "lengths=[8,16]", f"wandb.mode={mode}")
+    given = [*ours, "task=sample", "prompt='document 1'", "tokens=5", "device=cpu"]
     sample_text(composed(*given, name="eval", schema=EvalConfig), Ranks())
     load_run(folder).generate(torch.tensor([[1, 2, 3]]), max_new_tokens=5)
     shutil.rmtree(place / "outputs")
