@@ -470,7 +470,7 @@ def main(config: DictConfig) -> float:
                 log.warning("stopped at step %d; to go on: resume=%s", trainer.saved, trainer.folder)
             raise SystemExit(getattr(error, "status", 130)) from None
         if config.repeat and ranks.first:
-            agree, lines = runs.agreement(Path(config.repeat), trainer.folder)
+            agree, lines = runs.agreement(Path(config.repeat).expanduser(), trainer.folder)
             for line in lines:
                 log.info("repeat   %s", line)
             log.info("repeat   %s: the numbers %s", config.repeat, "agree" if agree else "do not agree")

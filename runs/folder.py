@@ -13,7 +13,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from datetime import datetime
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from measure.statistics import finite
@@ -65,9 +65,15 @@ PACKAGES = ("torch", "numpy", "tiktoken", "datasets", "hydra-core", "wandb", "sa
 
 def provenance() -> dict:
     """Where a number came from, as far as the program can know: what ran, and of which source."""
-    packages = {name: version(name) for name in PACKAGES}
+    packages = {name: _version(name) for name in PACKAGES}
     here = {"python": platform.python_version(), "machine": f"{platform.system()} {platform.machine()}"}
     return {"command": shlex.join(redacted(sys.argv)), **here, "packages": packages, **_source()}
+
+
+def _version(package: str) -> str | None:
+    with contextlib.suppress(PackageNotFoundError):
+        return version(package)
+    return None
 
 
 def _source() -> dict:

@@ -137,17 +137,18 @@ def agreement(there: Path, here: Path) -> tuple[bool, list[str]]:
     return not (apart or apart_weights) and len(rows[0]) == len(rows[1]), [*lines, line]
 
 
+PLACES = ("commit", "dirty", "python", "device", "device_name", "threads", "processes", "precision", "fingerprint")
+
+
 def _differing_places(there: Path, here: Path) -> Iterator[str]:
     a, b = (read_run(run)[1] for run in (there, here))
-    for key in ("commit", "packages", "device", "device_name", "threads", "processes", "precision", "fingerprint"):
-        if a.get(key) != b.get(key):
-            found = [a.get(key), b.get(key)]
-            if key == "packages":
-                names = [
-                    name for name in {*(a.get(key) or {}), *b[key]} if (a.get(key) or {}).get(name) != b[key].get(name)
-                ]
-                found = [", ".join(f"{name} {(side or {}).get(name)}" for name in sorted(names)) for side in found]
-            yield f"{key}: {found[0]} there, {found[1]} here"
+    places = [{key: origin.get(key) for key in PLACES} for origin in (a, b)]
+    for place, origin in zip(places, (a, b), strict=True):
+        packages = origin.get("packages")
+        place.update(packages if isinstance(packages, dict) else {})
+    for key in dict.fromkeys((*places[0], *places[1])):
+        if places[0].get(key) != places[1].get(key):
+            yield f"{key}: {places[0].get(key)} there, {places[1].get(key)} here"
     if a.get("resumed"):
         yield "that run was resumed: numbers agree only if its settings were the same throughout"
 

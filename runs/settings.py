@@ -193,9 +193,6 @@ def clear_errors(folder: Path | None = None) -> Iterator[None]:
         if not mendable:
             raise
         raise CompactHydraException(f"error: {printable(error)}{way_out}{where}") from error
-    except BaseException:
-        log.debug("failed", exc_info=True)
-        raise
 
 
 _jobs = itertools.count()  # of this process: the processes of a job count alike

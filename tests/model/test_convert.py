@@ -394,7 +394,7 @@ def test_a_config_that_train_did_not_write_is_refused(tmp_path, capsys):
     path.unlink()
     assert "it has no config.yaml" in expect_error(main, capsys, f"run={tmp_path / 'run'}", "layout=interleaved")
     latest_checkpoint(tmp_path / "run").write_bytes(b"")
-    assert "not a whole checkpoint" in expect_error(main, capsys, f"run={tmp_path / 'run'}", "layout=interleaved")
+    assert "is damaged" in expect_error(main, capsys, f"run={tmp_path / 'run'}", "layout=interleaved")
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
