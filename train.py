@@ -109,8 +109,7 @@ class Trainer:
         self.step, state = 0, {}
         if config.resume:
             with ranks.together():
-                weights = latest_checkpoint(folder, resumable=True) if ranks.first else None
-            weights = ranks.share(weights)
+                weights = ranks.share(latest_checkpoint(folder, resumable=True) if ranks.first else None)
             self.model, state = load_weights(weights), load_state(weights)
             self._check_resumable(state)
             self.step = state["step"]
@@ -160,8 +159,11 @@ class Trainer:
                 f"resume={self.folder}: was trained on data {state['fingerprint']}, but {self.files.meta['corpus']} is "
                 f"{self.files.fingerprint} here; going on would mix the two"
             )
-        if state["step"] >= self.config.train.max_steps and (self.folder / "extrapolation.json").exists():
-            raise ValueError(f"resume={self.folder}: its {state['step']} steps are done; raise train.max_steps")
+        step, most, report = state["step"], self.config.train.max_steps, self.folder / "extrapolation.json"
+        # A report of another step is from before max_steps was raised, or from eval.py.
+        reported = report.exists() and f'"step_{step:06d}"' in report.read_text(encoding="utf-8", errors="replace")
+        if step > most or (step == most and reported):
+            raise ValueError(f"resume={self.folder}: its {step} steps are done; raise train.max_steps={most}")
 
     def _say_model(self) -> None:
         c = self.model.config
@@ -380,7 +382,7 @@ class Trainer:
             self._checkpoint()
             if self.ranks.first:
                 mark_best(self.folder, self.step, nll)
-                prune_checkpoints(self.folder, self.config.train.keep)
+                prune_checkpoints(self.folder, self.config.train.keep, self.step)
         if self.ranks.first and self.step == self.config.train.max_steps:
             log_curve(measurement.result, "extrapolation/final", self._record, self.wandb)
             report = Report([measurement])
@@ -432,7 +434,7 @@ class Trainer:
             if self.ranks.first:
                 self.metrics.sync()
                 save_checkpoint(self.folder, self.step, self.model, state, whole, shards)
-                prune_checkpoints(self.folder, self.config.train.keep)
+                prune_checkpoints(self.folder, self.config.train.keep, self.step)
         self.saved = self.step
 
 

@@ -178,10 +178,14 @@ def mark_best(run: Path, step: int, nll: float) -> None:
     write_text(Path(run) / "checkpoint" / "best.json", json.dumps({"step": step, "nll": nll}) + "\n")
 
 
-def prune_checkpoints(run: Path, keep: int) -> None:
-    """Delete all but the last `keep` checkpoints and the best one, and what killed processes left unfinished."""
+def prune_checkpoints(run: Path, keep: int, step: int) -> None:
+    """Delete all but the last `keep` checkpoints and the best one, and what killed processes left unfinished.
+
+    step: where the training is. Checkpoints of later steps are damaged, and it went on from one before them.
+    """
     best = read_best(run)
-    kept = {step_of(path) for path in checkpoints(run)[-keep:]} | ({best[0]} if best else set())
+    steps = [number for path in checkpoints(run) if (number := step_of(path)) <= step]
+    kept = {*steps[-keep:], *([best[0]] if best else [])}
     for path in (Path(run) / "checkpoint").iterdir():
         if _NAME.fullmatch(path.name) and (step_of(path) not in kept or path.name.startswith(".")):
             shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)

@@ -263,6 +263,18 @@ def test_resuming_refuses_what_would_not_be_the_same_run(corpus, tmp_path):
         resumed_config(composed(*TINY, *corpus, "resume=nowhere"), ["resume=nowhere"])
     run(tmp_path, *TINY, *corpus, "train.max_steps=6", resume=True)
     assert [row["step"] for row in metrics(tmp_path) if "train/loss" in row] == [1, 2, 3, 4, 5, 6]
+    (tmp_path / "extrapolation.json").unlink()
+    with pytest.raises(ValueError, match=r"its 6 steps are done; raise train\.max_steps=5"):
+        run(tmp_path, *TINY, *corpus, "train.max_steps=5", resume=True)
+
+
+def test_a_run_made_longer_and_killed_at_its_end_is_still_measured(corpus, tmp_path, monkeypatch):
+    run(tmp_path, *TINY, *corpus)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(train.Trainer, "_measure", lambda self: (_ for _ in ()).throw(KeyboardInterrupt))
+        run(tmp_path, *TINY, *corpus, "train.max_steps=6", "train.eval_every=6", resume=True)
+    run(tmp_path, *TINY, *corpus, "train.max_steps=6", "train.eval_every=6", resume=True)
+    assert json.loads((tmp_path / "extrapolation.json").read_text())["checkpoint"] == "step_000006"
 
 
 def test_resuming_on_other_data_is_refused(corpus, tmp_path, monkeypatch):

@@ -51,11 +51,22 @@ def test_the_last_ones_and_the_best_are_kept_and_incomplete_ones_do_not_count(tm
     (folder / ".step_3000000.safetensors.1.tmp").touch()  # killed while writing
     assert latest_checkpoint(tmp_path).name == "step_1000000.safetensors"
     (folder / "notes.txt").touch()  # not ours
-    prune_checkpoints(tmp_path, 2)
+    prune_checkpoints(tmp_path, 2, step=1_000_000)
     assert steps(tmp_path) == [10, 999_999, 1_000_000]
     assert best_checkpoint(tmp_path).name == "step_000010.safetensors"
     kept = {f"{stem}.{end}" for stem in ("step_000010", "step_999999", "step_1000000") for end in ENDINGS}
     assert {path.name for path in folder.iterdir()} == kept | {"best.json", "notes.txt"}
+
+
+def test_a_damaged_checkpoint_does_not_push_out_a_whole_one(tmp_path):
+    model = small_model({"name": "none"}, torch.float32)
+    for step in (5, 20):
+        save_checkpoint(tmp_path, step, model, {"step": step})
+    (tmp_path / "checkpoint" / "step_000020.pt").write_bytes(b"")
+    assert step_of(latest_checkpoint(tmp_path, resumable=True)) == 5
+    save_checkpoint(tmp_path, 12, model, {"step": 12})  # stopped again, before it came to step 20
+    prune_checkpoints(tmp_path, 1, step=12)
+    assert steps(tmp_path) == [12]
 
 
 def test_the_digests_are_those_of_sha256sum(tmp_path):
