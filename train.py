@@ -361,8 +361,8 @@ class Trainer:
         self._note_bad(step, bad)
         try:
             good = f"the last good checkpoint is {latest_checkpoint(self.folder)}"
-        except FileNotFoundError:
-            good = "there is no checkpoint yet"
+        except (FileNotFoundError, ValueError):
+            good = "there is no whole checkpoint"
         raise ValueError(
             f"step {step + 1}: the {bad}; {good}, and the batch is in {self.folder / 'bad_steps.jsonl'}. Try a smaller "
             "train.lr, a longer train.warmup_steps or precision=fp32; train.skip_bad_steps leaves some out"
@@ -471,8 +471,9 @@ def main(config: DictConfig) -> float:
             else:
                 log.warning("stopped at step %d; to go on: resume=%s", trainer.saved, trainer.folder)
             raise SystemExit(getattr(error, "status", 130)) from None
-        if config.repeat and ranks.first:
-            agree, lines = runs.agreement(Path(config.repeat).expanduser(), trainer.folder)
+        if config.repeat:
+            source = Path(config.repeat).expanduser()
+            agree, lines = ranks.share(runs.agreement(source, trainer.folder) if ranks.first else None)
             for line in lines:
                 log.info("repeat   %s", line)
             log.info("repeat   %s: the numbers %s", config.repeat, "agree" if agree else "do not agree")

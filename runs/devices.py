@@ -27,6 +27,8 @@ def pick_device(name: str, local_rank: int = 0) -> torch.device:
         raise ValueError(f"device={name}: this torch finds no Apple GPU; use device=auto or device=cpu")
     if device.type == "cuda":
         index = local_rank if device.index is None else device.index
+        if local_rank and device.index is not None:
+            raise ValueError(f"device={name}: each process of a machine takes a device of its own; use device=cuda")
         if index >= torch.cuda.device_count():
             raise ValueError(f"device=cuda:{index}: this machine has {torch.cuda.device_count()} CUDA devices")
         device = torch.device("cuda", index)

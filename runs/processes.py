@@ -132,16 +132,22 @@ def all_jobs() -> Iterator[None]:
 
     Parting at the interpreter's exit, or while another still talks, now and then ended in an abort.
     """
+    together = True
     try:
         yield
         if dist.is_initialized():
             dist.barrier(_patient())
+    except SystemExit as end:
+        together = end.code != 1  # the status after an error of this process only
+        raise
     except RuntimeError as error:
         if not is_lost(error):
             raise
-        leave_lost("end")
+        together = False
+        leave_lost("end", error)
     finally:
-        if dist.is_initialized():
+        # NCCL's part waits for those of the machine's other processes, who may be waiting for this one.
+        if dist.is_initialized() and (together or "nccl" not in dist.get_backend_config()):
             _patient.cache_clear()  # what still refers to it would keep its threads
             dist.destroy_process_group()
 
@@ -154,14 +160,16 @@ def is_lost(error: BaseException) -> bool:
     )
 
 
-def leave_lost(stage: str) -> NoReturn:
+def leave_lost(stage: str, error: BaseException) -> NoReturn:
     """End this process where another one is lost; the first to do so says it for all. stage: as in all_meet."""
+    # NCCL says why, such as a network that it cannot use; gloo only that a connection has ended.
+    why = f" ({' '.join(str(error).split())})" if isinstance(error, dist.DistBackendError) else ""
     try:
         first = _board(stage).add(LOST, 1) == 1
     except (KeyError, dist.DistError):
         first = True
     if first:
-        print(f"error in process {os.environ.get('RANK', 0)}: {LOST}", file=sys.__stderr__, flush=True)
+        print(f"error in process {os.environ.get('RANK', 0)}: {LOST}{why}", file=sys.__stderr__, flush=True)
     raise SystemExit(1) from None
 
 

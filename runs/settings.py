@@ -181,7 +181,7 @@ def clear_errors(folder: Path | None = None) -> Iterator[None]:
     except Exception as error:
         log.debug("failed", exc_info=True)
         if is_lost(error):
-            leave_lost(stage)
+            leave_lost(stage, error)
         memory = isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
         mendable = memory or isinstance(error, ValueError | OSError)
         way_out = "; use a smaller model, train.batch_size or tokens, or shorter lengths" if memory else ""

@@ -38,7 +38,8 @@ class Stop:
             self.signum, self._when = signum, time.monotonic()
             if not self._deferred:
                 raise Stopped(signum)
-            os.write(2, b"\nstopping after this step; once more Ctrl-C to leave at once\n")
+            with contextlib.suppress(OSError):  # the terminal may be gone
+                os.write(2, b"\nstopping after this step; once more Ctrl-C to leave at once\n")
         elif signum == signal.SIGINT and not self._is_repeated():
             os._exit(128 + signum)
 

@@ -18,6 +18,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+import torch.distributed as dist
 
 import eval as eval_module
 import runs
@@ -163,6 +165,7 @@ def alone(two_runs, corpus, tmp_path_factory):
         patch.setattr(eval_module, "Losses", functools.partial(kept_of_rank, folder, 0))
         both = f"runs=[{two_runs / 'learned'},{two_runs / 'rope'}]"
         settings = [both, "scalings=[none,ntk]", "protocol=both", "lengths=[16,20,64]", *QUIET]
+        settings.append(corpus[1].removeprefix("data."))  # a test's home is not there yet
         (folder / "measured.json").write_text(json.dumps(measure(*settings, f"out={folder / 'out'}")))
         run(folder / "still", *TINY, *corpus, *STILL)
     return folder, settings
@@ -239,7 +242,8 @@ def test_a_killed_process_ends_the_others_with_a_message_and_what_was_measured_i
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "2"}
-    settings = [f"runs={tmp_path / 'run'}", "stride=1", "max_targets=null", *QUIET]
+    cache = f"cache={tmp_path / 'cache'}"
+    settings = [f"runs={tmp_path / 'run'}", cache, "stride=1", "max_targets=null", *QUIET]
     jobs = [
         subprocess.Popen(
             [sys.executable, __file__, "measure", *settings],
@@ -270,6 +274,24 @@ def test_a_killed_process_ends_the_others_with_a_message_and_what_was_measured_i
     (path,) = kept.iterdir()
     values = np.load(path)
     assert 0 < np.isnan(values).sum() < len(values)
+
+
+def test_nccl_is_not_left_where_the_others_may_wait_in_it(monkeypatch):
+    left = []
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: left.append(backend))
+    for backend in ("cpu:gloo,cuda:nccl", "gloo"):
+        monkeypatch.setattr(dist, "get_backend_config", lambda backend=backend: backend)
+        for status in (1, 143):  # an error of this process alone; a signal, which all have got
+            with pytest.raises(SystemExit), all_jobs():
+                raise SystemExit(status)
+    assert left == ["cpu:gloo,cuda:nccl", "gloo", "gloo"]
+
+
+def test_processes_of_a_machine_share_no_device(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(ValueError, match=r"device=cuda:1: each process .*; use device=cuda$"):
+        runs.pick_device("cuda:1", local_rank=1)
 
 
 if __name__ == "__main__":

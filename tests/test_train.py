@@ -270,11 +270,16 @@ def test_resuming_refuses_what_would_not_be_the_same_run(corpus, tmp_path):
 
 def test_a_run_made_longer_and_killed_at_its_end_is_still_measured(corpus, tmp_path, monkeypatch):
     run(tmp_path, *TINY, *corpus)
+    longer = [*TINY, *corpus, "train.max_steps=6", "train.eval_every=6"]
+
+    def killed(self):
+        raise KeyboardInterrupt
+
     with monkeypatch.context() as patch:
-        patch.setattr(train.Trainer, "_measure", lambda self: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(train.Trainer, "_measure", killed)
         with pytest.raises(KeyboardInterrupt):
-            run(tmp_path, *TINY, *corpus, "train.max_steps=6", "train.eval_every=6", resume=True)
-    run(tmp_path, *TINY, *corpus, "train.max_steps=6", "train.eval_every=6", resume=True)
+            run(tmp_path, *longer, resume=True)
+    run(tmp_path, *longer, resume=True)
     assert json.loads((tmp_path / "extrapolation.json").read_text())["checkpoint"] == "step_000006"
 
 
