@@ -251,9 +251,9 @@ def grouped(measurements: Sequence[Measurement]) -> list[Group]:
 
 def seedless(settings: dict) -> str:
     """What must be equal for two runs to be seeds of one configuration; settings: a run's, as plain values."""
-    left_out = {"seed", "name", "wandb", "device", "resume", "preset", "val"}
+    left_out = {"seed", "name", "wandb", "device", "resume", "repeat", "trust", "sharding", "preset", "val"}
     kept = {key: value for key, value in settings.items() if key not in left_out}
     kept["data"] = {key: value for key, value in settings["data"].items() if key != "cache"}
-    said_only = ("eval_every", "checkpoint_every", "log_every")
+    said_only = ("eval_every", "checkpoint_every", "log_every", "keep")
     kept["train"] = {key: value for key, value in settings["train"].items() if key not in said_only}
     return json.dumps(kept, sort_keys=True, default=str)

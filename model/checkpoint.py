@@ -139,10 +139,10 @@ def latest_checkpoint(run: str | Path, resumable: bool = False) -> Path:
     """
     for path in reversed(found := checkpoints(run)):
         try:
-            check_whole(path)
+            check_digest(path)
             if resumable:
                 for part in (path.with_suffix(".pt"), *_shards(path)):
-                    check_whole(part)
+                    check_digest(part)
             return path
         except ValueError as error:
             if path is found[0]:
@@ -160,7 +160,7 @@ def best_checkpoint(run: str | Path) -> Path:
     path = Path(run) / "checkpoint" / f"step_{best[0]:06d}.safetensors"
     if not path.is_file():
         raise FileNotFoundError(f"{path}: checkpoint/best.json names it, and it is not there")
-    check_whole(path)
+    check_digest(path)
     return path
 
 
@@ -191,7 +191,7 @@ def prune_checkpoints(run: Path, keep: int, step: int) -> None:
             shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
 
 
-def check_whole(path: Path) -> None:
+def check_digest(path: Path) -> None:
     """ValueError, naming the file, where it is not what was written, by its digest in the .sha256 file beside it.
 
     Without one (an imported model, say) nothing is known, and nothing checked.

@@ -11,7 +11,7 @@ from data import DataConfig, TokenFiles, Tokenizer, get_tokenizer, prepare
 from model import GPTConfig
 from model.checkpoint import (
     best_checkpoint,
-    check_whole,
+    check_digest,
     checkpoints,
     latest_checkpoint,
     load_weights,
@@ -53,7 +53,7 @@ def chosen_checkpoint(run: Path, which: str | int) -> Path:
     if which not in steps:
         there = ", ".join(map(str, steps))
         raise FileNotFoundError(f"checkpoint={which}: {run} has no checkpoint of that step, but those of {there}")
-    check_whole(steps[which])
+    check_digest(steps[which])
     return steps[which]
 
 

@@ -200,6 +200,8 @@ def test_seeds_of_one_model_differ_in_nothing_else():
     }  # fmt: skip
     same = {**base, "seed": 1, "name": "b", "data": {"name": "x", "cache": "/else"}}
     assert seedless(base) == seedless({**same, "train": {"lr": 1.0, "eval_every": 7}})
+    said_only = {"sharding": "fsdp", "repeat": "outputs/a", "trust": True, "train": {**base["train"], "keep": 9}}
+    assert seedless(base) == seedless({**base, **said_only})
     assert seedless(base) != seedless({**base, "train": {"lr": 2.0, "eval_every": 5}})
     assert seedless(base) != seedless({**base, "pos": {"name": "alibi"}})
     assert seedless({**base, "init_from": None}) != seedless({**base, "init_from": "outputs/a"})
