@@ -144,7 +144,7 @@ class Trainer:
             for step, loss, norm in state.get("pending", [])
         ]
         self.skipped, self.saved = state.get("skipped", 0), state.get("step")  # saved: step of the last checkpoint
-        self.wandb_id = state.get("wandb_id")
+        self.wandb_id = runs.read_run(folder)[1]["wandb_id"] if config.resume else None
         if self.wandb_id is None and runs.wandb_mode(config.wandb.mode) != "disabled":
             self.wandb_id = runs.new_wandb_id()
 
@@ -424,7 +424,7 @@ class Trainer:
         if self.saved == self.step:
             return
         pending = self._finite()  # weights that are not finite must not be kept
-        state = {"step": self.step, "fingerprint": self.files.fingerprint, "wandb_id": self.wandb_id}
+        state = {"step": self.step, "fingerprint": self.files.fingerprint}
         state |= {"optimizer": self.optimizer.state_dict(), "scaler": self.scaler.state_dict()}
         state, whole, shards = state | {"pending": pending, "skipped": self.skipped}, None, None
         if self.sharded:

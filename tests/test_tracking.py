@@ -24,6 +24,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
+import runs
 from runs import WandbRun, tracking
 from tests import processes
 from tests.trained import REPOSITORY, TINY, command, measure, metrics, records, run, same, weights
@@ -117,6 +118,26 @@ def whole(corpus, tmp_path_factory):
     folder = tmp_path_factory.mktemp("whole") / "whole"
     run(folder, *TINY, *corpus)
     return folder
+
+
+def test_a_run_that_begins_with_wandb_later_has_one_id(corpus, tmp_path, monkeypatch):
+    """Its first start with wandb is killed before a checkpoint."""
+    monkeypatch.setattr(runs, "start_wandb", lambda *_, **__: WandbRun())
+    run(tmp_path, *TINY, *corpus)
+    assert wandb_id(tmp_path) is None
+    longer = [*OFFLINE, *corpus, "train.max_steps=6"]
+
+    def killed(self):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_update", killed)
+        with pytest.raises(KeyboardInterrupt):
+            run(tmp_path, *longer, resume=True)
+    first = wandb_id(tmp_path)
+    run(tmp_path, *longer, resume=True)
+    assert first
+    assert wandb_id(tmp_path) == first
 
 
 def test_history_after_kills_is_that_of_an_uninterrupted_run(corpus, tmp_path):
