@@ -452,8 +452,9 @@ def main(config: DictConfig) -> float:
             if config.resume:
                 source = Path(config.resume).expanduser()
                 config = runs.resumed_config(config, overrides)
-                if ranks.first and (source / "config.yaml").exists() and source.resolve() != folder.resolve():
-                    raise ValueError(f"hydra.run.dir={folder}: not together with resume=, which goes on in {source}")
+                with ranks.together():
+                    if ranks.first and (source / "config.yaml").exists() and source.resolve() != folder.resolve():
+                        raise ValueError(f"hydra.run.dir={folder}: not with resume=, which goes on in {source}")
             elif config.repeat:
                 config = runs.repeated_config(config, overrides)
             config = runs.from_source(config)

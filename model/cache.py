@@ -24,10 +24,8 @@ class Cache:
         if scaling_length is not None:
             check_whole("scaling_length", scaling_length, open_end=", or None")
         if torch.device(device).type == "cpu":
-            needed, what = (
-                (8 + token_bytes) * batch_size * max_length,
-                f"{batch_size} times max_length={max_length} tokens",
-            )
+            needed = (8 + token_bytes) * batch_size * max_length
+            what = f"{batch_size} times max_length={max_length} tokens"
             check_memory(needed, f"{what} in the cache", "use fewer or shorter sequences")
         self.tokens = torch.zeros((batch_size, max_length), dtype=torch.int64, device=device)
         self.batch_size, self.max_length, self.scaling_length = batch_size, max_length, scaling_length

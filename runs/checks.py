@@ -15,17 +15,9 @@ from runs.tracking import wandb_mode
 def check_settings(config: DictConfig, ranks: Ranks) -> GPTConfig:
     """Everything that can be known to be wrong before any work is done. Raises ValueError naming the setting."""
     t, v = config.train, config.val
-    least = {"max_steps": 1, "batch_size": 1, "micro_batch_size": 1, "warmup_steps": 0, "weight_decay": 0}
-    least |= {
-        "eval_every": 1,
-        "checkpoint_every": 1,
-        "log_every": 1,
-        "keep": 1,
-        "skip_bad_steps": 0,
-        "min_lr_ratio": 0,
-        "beta1": 0,
-        "beta2": 0,
-    }
+    at_least_1 = ("max_steps", "batch_size", "micro_batch_size", "eval_every", "checkpoint_every", "log_every", "keep")
+    at_least_0 = ("warmup_steps", "weight_decay", "skip_bad_steps", "min_lr_ratio", "beta1", "beta2")
+    least = dict.fromkeys(at_least_1, 1) | dict.fromkeys(at_least_0, 0)
     require(config, {f"train.{key}": low for key, low in least.items()} | {"val.stride": 1, "val.max_targets": 1})
     require(config, {"seed": 0})
     wandb_mode(config.wandb.mode)

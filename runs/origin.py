@@ -50,7 +50,9 @@ def repeated_config(config: DictConfig, overrides: list[str]) -> DictConfig:
     with _named(config, "repeat") as source:
         latest_checkpoint(source)
         read_metrics(source / "metrics.jsonl")
-    return _as_there(config, "repeat", overrides, REPEATABLE, "To train with another setting, leave repeat= out")
+    saved = _as_there(config, "repeat", overrides, REPEATABLE, "To train with another setting, leave repeat= out")
+    saved.repeat = str(source.resolve())  # it may be resumed from elsewhere
+    return saved
 
 
 def _as_there(config: DictConfig, how: str, overrides: list[str], free: set[str], way_out: str) -> DictConfig:

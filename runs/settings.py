@@ -153,6 +153,8 @@ def read_run(run: Path) -> tuple[DictConfig, dict]:
         config = checked(OmegaConf.create(plain), TrainConfig)
         if missing := OmegaConf.missing_keys(config):
             raise ValueError(f"it lacks {', '.join(sorted(missing))}")
+        if not isinstance(origin.get("resumed", []), list):
+            raise ValueError("its provenance.resumed is no list")
         return config, {"fingerprint": origin["fingerprint"], "wandb_id": origin["wandb_id"], **origin}
     except Exception as error:  # whatever a damaged file happens to trigger
         raise ValueError(f"{path}: not a configuration written by train.py ({error!r})") from error

@@ -76,7 +76,7 @@ def test_an_error_is_one_message_without_a_traceback(corpus, tmp_path):
     done = command("train.py", "resume=a", "hydra.run.dir=b", "train.max_steps=6", cwd=tmp_path)
     assert done.returncode == 1
     assert "hydra.run.dir=" in done.stderr
-    assert "together with resume=" in done.stderr
+    assert "not with resume=" in done.stderr
     done = command("eval.py", "runs=nowhere", cwd=tmp_path)
     assert done.returncode == 1
     assert "nowhere: not a run folder" in done.stderr
