@@ -293,6 +293,8 @@ def evaluate_runs(config: DictConfig, ranks: runs.Ranks = runs.Ranks()) -> list[
         scoring = _scoring(config, loaded)
         tasks, skipped = plan_tasks(config, loaded, scoring, {"device": device.type, "precision": precision})
         _check_columns(config, tasks)
+    for run in loaded:
+        log.info("run      %s, %s of %s", run.name, run.checkpoint.stem, run.folder)
     for task in {task.run.files.folder: task for task in tasks}.values():
         log.info("text     %s, %s", task.run.files.meta["corpus"], task.job.documents)
     lengths = ", ".join(map(str, scoring.lengths))

@@ -113,6 +113,7 @@ class Trainer:
             self.model, state = load_weights(weights), load_state(weights)
             self._check_resumable(state)
             self.step = state["step"]
+            log.info("resume   %s, from step %d of %d", weights, self.step, config.train.max_steps)
         else:
             torch.manual_seed(config.seed)
             self.model = GPT(gpt_config)
@@ -360,7 +361,7 @@ class Trainer:
     def _refuse(self, step: int, bad: str) -> NoReturn:
         self._note_bad(step, bad)
         try:
-            good = f"the last good checkpoint is {latest_checkpoint(self.folder)}"
+            good = f"the checkpoint before it is {latest_checkpoint(self.folder)}"
         except (FileNotFoundError, ValueError):
             good = "there is no whole checkpoint"
         raise ValueError(
@@ -470,7 +471,7 @@ def main(config: DictConfig) -> float:
             if trainer is None or trainer.saved is None:
                 log.warning("interrupted before the first checkpoint")
             else:
-                log.warning("stopped at step %d; to go on: resume=%s", trainer.saved, trainer.folder)
+                log.warning("stopped at step %d; to go on: python train.py resume=%s", trainer.saved, trainer.folder)
             raise SystemExit(getattr(error, "status", 130)) from None
         if config.repeat:
             source = Path(config.repeat).expanduser()

@@ -41,11 +41,15 @@ def write_file(path: Path, write: Callable[[Path], Any], new: bool = False) -> N
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         try:
+            temporary.touch()
+            mode = temporary.stat().st_mode
             write(temporary)
+            temporary.chmod(mode)  # safetensors makes files that only their owner may read
             with open(temporary, "rb+") as file:
                 os.fsync(file.fileno())
         except (OSError, RuntimeError, SafetensorError) as error:  # the last two: how torch and safetensors say it
-            raise OSError(f"{path}: cannot be written ({error})") from error
+            free = shutil.disk_usage(path.parent).free  # torch does not say that a disk is full
+            raise OSError(f"{path}: cannot be written ({error}); {free:,} bytes are free there") from error
         (os.link if new else os.replace)(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)

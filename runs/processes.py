@@ -22,7 +22,7 @@ PATIENCE = timedelta(hours=6)  # while the first process tokenises a corpus or w
 SILENCE = timedelta(minutes=10)  # between processes that compute about the same
 AGREEMENT = timedelta(seconds=15)  # between processes that meet the same error
 
-LOST = "another process of this job has died or stopped talking; see what was printed above"
+LOST = "another process of this job has died or stopped talking; its own message, or torchrun's report, says why"
 
 
 class JobError(ValueError):

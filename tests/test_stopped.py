@@ -63,7 +63,7 @@ def test_a_signal_saves_the_step_and_closes_wandb(signum, status, corpus, tmp_pa
     said, errors = process.communicate(timeout=60)
     assert process.returncode == status
     step = step_of(checkpoints(tmp_path / "run")[-1])
-    assert f"stopped at step {step}; to go on: resume={tmp_path / 'run'}" in said
+    assert f"stopped at step {step}; to go on: python train.py resume={tmp_path / 'run'}" in said
     assert "Traceback" not in errors
     (folder,) = (tmp_path / "wandb").glob("offline-run-*")
     assert '"exitCode"' in json.dumps(records(folder)).replace("exit_code", "exitCode")  # closed, not cut off

@@ -194,8 +194,8 @@ def test_tables_of_all_kinds_of_text(tmp_path):
 @pytest.mark.parametrize(
     ("column", "words"),
     [
-        (pyarrow.array(["a", None]), "holds NoneType there"),
-        (pyarrow.array([None, None]), "holds NoneType there"),
+        (pyarrow.array(["a", None]), "holds null there"),
+        (pyarrow.array([None, None]), "holds null there"),
         (pyarrow.array([1, 2]), "holds int there"),
         (pyarrow.array([b"a", b"b"]), "holds bytes there"),
         (pyarrow.array([["a"]]), "holds list there"),
