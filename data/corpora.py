@@ -38,8 +38,9 @@ class DataConfig:
     reads it without keeping it on the disk. `bin`: token ids of nanoGPT, llm.c or modded-nanogpt, used where they lie:
     `path` is their folder, a glob, or a list of files.
 
-    `max_documents`: so many are read in all, or of each of the publisher's splits. `val_split` names the publisher's validation split; null
-    holds out `val_fraction` of the documents, drawn with `split_seed`. `cache`: the folder for token files.
+    `max_documents`: so many are read in all, or of each of the publisher's splits. `val_split` names the publisher's
+    validation split; null holds out `val_fraction` of the documents, drawn with `split_seed`. `cache`: the folder for
+    token files.
     """
 
     name: str
@@ -269,9 +270,8 @@ def _text(row: dict, column: str, where: str) -> str:
     if column not in row:
         raise ValueError(f"data.column={column!r}: {where} has the columns {', '.join(row)}")
     if not isinstance(row[column], str):
-        raise ValueError(
-            f"data.column={column!r}: {where} holds {'null' if row[column] is None else type(row[column]).__name__} there, not text"
-        )
+        found = "null" if row[column] is None else type(row[column]).__name__
+        raise ValueError(f"data.column={column!r}: {where} holds {found} there, not text")
     try:
         row[column].encode()
     except UnicodeEncodeError as error:  # JSON can hold one
