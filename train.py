@@ -111,7 +111,7 @@ class Trainer:
             with ranks.together():
                 weights = ranks.share(latest_checkpoint(folder, resumable=True) if ranks.first else None)
             self.model, state = load_weights(weights), load_state(weights)
-            self._check_resumable(state)
+            self._check_resumable(weights, state)
             self.step = state["step"]
             log.info("resume   %s, from step %d of %d", weights, self.step, config.train.max_steps)
         else:
@@ -154,16 +154,17 @@ class Trainer:
             devices = [self.device.index] if self.device.type == "cuda" else None
             self.forward = torch.nn.parallel.DistributedDataParallel(self.forward, device_ids=devices)
 
-    def _check_resumable(self, state: dict) -> None:
+    def _check_resumable(self, weights: Path, state: dict) -> None:
+        kinds = {"step": int, "fingerprint": str, "optimizer": dict, "scaler": dict}
+        if not isinstance(state, dict) or not all(isinstance(state.get(key), kind) for key, kind in kinds.items()):
+            raise ValueError(f"{weights.with_suffix('.pt')}: not a training state of this program")
         if state["fingerprint"] != self.files.fingerprint:
             raise ValueError(
                 f"resume={self.folder}: was trained on data {state['fingerprint']}, but {self.files.meta['corpus']} is "
                 f"{self.files.fingerprint} here; going on would mix the two"
             )
-        step, most, report = state["step"], self.config.train.max_steps, self.folder / "extrapolation.json"
-        # A report of another step is from before max_steps was raised, or from eval.py.
-        reported = report.exists() and f'"step_{step:06d}"' in report.read_text(encoding="utf-8", errors="replace")
-        if step > most or (step == most and reported):
+        step, most = state["step"], self.config.train.max_steps
+        if step > most or (step == most and runs.is_reported(self.folder, step)):
             raise ValueError(f"resume={self.folder}: its {step} steps are done; raise train.max_steps={most}")
 
     def _say_model(self) -> None:
@@ -444,7 +445,7 @@ def main(config: DictConfig) -> float:
     """One run; a sweeper gets its validation loss at the training length."""
     hydra_config = HydraConfig.get()
     folder = Path(hydra_config.runtime.output_dir)
-    with runs.clear_errors(folder), runs.Stop() as stop:
+    with runs.clear_errors(folder), runs.Stop() as stop, contextlib.ExitStack() as held:
         trainer = None
         try:
             ranks = runs.join_processes(config.device)
@@ -464,6 +465,9 @@ def main(config: DictConfig) -> float:
             if experiment and not config.resume:
                 config.wandb.tags.append(f"experiment={experiment}")
             gpt_config = runs.check_settings(config, ranks)
+            with ranks.together():
+                if ranks.first:
+                    held.enter_context(runs.only_one(folder))
             trainer = Trainer(config, gpt_config, Path(ranks.share(str(folder))), ranks, stop)
             log.info("run      %s", trainer.folder)
             nll = trainer.train()

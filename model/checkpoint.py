@@ -173,7 +173,7 @@ def read_best(run: str | Path) -> tuple[int, float] | None:
     try:
         best = json.loads(read_text(Path(run) / "checkpoint" / "best.json"))
         return int(best["step"]), float(best["nll"])
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, OverflowError):
         return None
 
 
@@ -191,7 +191,9 @@ def prune_checkpoints(run: Path, keep: int, step: int) -> None:
     steps = [number for path in checkpoints(run) if (number := step_of(path)) <= step]
     kept = {*steps[-keep:], *([best[0]] if best else [])}
     for path in (Path(run) / "checkpoint").iterdir():
-        if _NAME.fullmatch(path.name) and (step_of(path) not in kept or path.name.startswith(".")):
+        of_step = _NAME.fullmatch(path.name)
+        unfinished = path.name.startswith(".") and (of_step or path.name.startswith(".best.json."))
+        if unfinished or (of_step and step_of(path) not in kept):
             shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
 
 

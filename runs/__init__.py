@@ -2,7 +2,7 @@
 
 from runs.checks import check_settings
 from runs.devices import autocast, device_name, pick_device, pick_precision, set_numerics
-from runs.folder import MetricsFile, latest_run, provenance, run_dir
+from runs.folder import MetricsFile, is_reported, latest_run, only_one, provenance, run_dir
 from runs.origin import agreement, from_source, repeated_config, resumed_config, start_from
 from runs.processes import Ranks, all_jobs, join_processes
 from runs.settings import CONFIGS, TrainConfig, checked, clear_errors, entry, meant, named, read_run, require
@@ -34,12 +34,14 @@ __all__ = [
     "device_name",
     "entry",
     "from_source",
+    "is_reported",
     "join_processes",
     "latest_run",
     "load_optimizer",
     "meant",
     "named",
     "new_wandb_id",
+    "only_one",
     "pick_device",
     "pick_precision",
     "provenance",

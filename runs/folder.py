@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -21,6 +21,11 @@ from model.checkpoint import write_text
 from model.safety import check_folder
 from runs.processes import torchrun
 from runs.trust import redacted
+
+try:
+    import fcntl
+except ImportError:  # not a Unix
+    fcntl = None
 
 CHECKOUT = Path(__file__).parents[1]
 LONGEST_ROW = 1 << 20  # characters of a row of metrics.jsonl
@@ -94,6 +99,20 @@ def _source() -> dict:
     return {"commit": git("rev-parse", "HEAD"), "dirty": None if changed is None else bool(changed)}
 
 
+@contextlib.contextmanager
+def only_one(folder: Path) -> Iterator[None]:
+    """Around a training. ValueError where another process trains in this folder: both would write the same files."""
+    with open(folder / "train.log", "a", encoding="utf-8") as file:
+        try:
+            if fcntl is not None:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ValueError(f"{folder}: another process is training in it; wait for it, or end it first") from error
+        except OSError:  # a file system without locks
+            pass
+        yield
+
+
 def read_metrics(path: Path) -> list[dict]:
     """The rows of a metrics.jsonl, without what is none: the last line of a killed run may be half a line."""
     rows = []
@@ -104,6 +123,18 @@ def read_metrics(path: Path) -> list[dict]:
                 if isinstance(row, dict) and isinstance(row.get("step"), int):
                     rows.append(row)
     return rows
+
+
+def is_reported(folder: Path, step: int) -> bool:
+    """Whether a training has made its report after this step, its last.
+
+    Before max_steps was raised it has made one of another step, and eval.py, which logs no row, may have made any.
+    """
+    metrics, report = folder / "metrics.jsonl", folder / "extrapolation.json"
+    if not (metrics.exists() and report.exists()):
+        return False
+    logged = any(row["step"] == step and "extrapolation/length" in row for row in read_metrics(metrics))
+    return logged and f'"step_{step:06d}"' in report.read_text(encoding="utf-8", errors="replace")
 
 
 class MetricsFile:

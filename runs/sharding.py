@@ -136,7 +136,10 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: dict, weights: Path,
         raise ValueError(f"{weights.with_suffix('.pt')}: not a training state of this model ({error!r})") from error
     if moments:
         _read_shards(weights.with_suffix(".shards"), state["shards"], moments)
-    optimizer.load_state_dict(saved)
+    try:
+        optimizer.load_state_dict(saved)
+    except (ValueError, KeyError) as error:
+        raise ValueError(f"{weights.with_suffix('.pt')}: not a training state of this model ({error})") from error
 
 
 def _distributed(whole: Tensor, parameter: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from model.checkpoint import checkpoints, latest_checkpoint, load_state, step_of
 from runs import Stop, Stopped
@@ -133,27 +134,100 @@ def test_a_full_disk_ends_the_run_with_one_message_and_loses_nothing(full, limit
         assert steps == list(range(1, len(steps) + 1))
 
 
-@pytest.mark.parametrize("victim", ["safetensors", "pt"])
-def test_a_damaged_checkpoint_costs_only_the_steps_since_the_one_before(victim, corpus, tmp_path, monkeypatch):
-    settings = [*TINY, *corpus, "train.max_steps=8", "train.checkpoint_every=2", "train.eval_every=8"]
-    run(tmp_path / "whole", *settings)
-    folder = tmp_path / "damaged"
-    real = Trainer._checkpoint
+EIGHT = [*TINY, "train.max_steps=8", "train.checkpoint_every=2", "train.eval_every=8"]
 
-    def interrupted(self):
+
+def interrupted(monkeypatch, step: int, folder: Path, *settings: str, method: str = "_checkpoint", **how) -> None:
+    """Train until after this step's checkpoint, or its measurement."""
+    real = getattr(Trainer, method)
+
+    def stopping(self):
         real(self)
-        if self.step == 6:
+        if self.step == step:
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "_checkpoint", interrupted)
+        patch.setattr(Trainer, method, stopping)
         with pytest.raises(KeyboardInterrupt):
-            run(folder, *settings)
-    assert [step_of(path) for path in checkpoints(folder)] == [4, 6]
-    path = checkpoints(folder)[-1].with_suffix(f".{victim}")
+            run(folder, *settings, **how)
+
+
+def damage(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 4
     path.write_bytes(content)
+
+
+@pytest.mark.parametrize("victim", ["safetensors", "pt"])
+def test_a_damaged_checkpoint_costs_only_the_steps_since_the_one_before(victim, corpus, tmp_path, monkeypatch):
+    settings = [*EIGHT, *corpus]
+    run(tmp_path / "whole", *settings)
+    folder = tmp_path / "damaged"
+    interrupted(monkeypatch, 6, folder, *settings)
+    assert [step_of(path) for path in checkpoints(folder)] == [4, 6]
+    damage(checkpoints(folder)[-1].with_suffix(f".{victim}"))
     trainer = run(folder, *settings, resume=True)
     assert trainer.step == 8
     assert_equal(folder, tmp_path / "whole")
+
+
+def test_a_damaged_checkpoint_is_not_kept_in_the_place_of_a_new_one(corpus, tmp_path, monkeypatch):
+    interrupted(monkeypatch, 6, tmp_path, *EIGHT, *corpus)
+    damage(checkpoints(tmp_path)[-1])
+    often = ["train.keep=1", "train.checkpoint_every=1"]
+    interrupted(monkeypatch, 5, tmp_path, *EIGHT, *corpus, *often, resume=True)
+    assert step_of(latest_checkpoint(tmp_path, resumable=True)) == 5
+
+
+def test_fewer_steps_than_were_made_are_refused(corpus, tmp_path, monkeypatch):
+    interrupted(monkeypatch, 6, tmp_path, *EIGHT, *corpus)
+    with pytest.raises(ValueError, match=r"its 6 steps are done; raise train.max_steps=4"):
+        run(tmp_path, *EIGHT, *corpus, "train.max_steps=4", resume=True)
+    run(tmp_path, *EIGHT, *corpus, "train.max_steps=6", resume=True)
+    assert (tmp_path / "extrapolation.json").exists()
+    with pytest.raises(ValueError, match=r"its 6 steps are done; raise train.max_steps"):
+        run(tmp_path, *EIGHT, *corpus, "train.max_steps=6", resume=True)
+
+
+@pytest.mark.parametrize("left", [True, False])
+def test_a_longer_training_makes_its_own_report(left, corpus, tmp_path, monkeypatch):
+    """Though it was killed before it, and a file of the shorter training, or of eval.py since then, is there."""
+    run(folder := tmp_path, *EIGHT, *corpus, "train.max_steps=6", "train.eval_every=6")
+    stale = (folder / "extrapolation.json").read_text()
+    longer = [*EIGHT, *corpus, "train.max_steps=8", "train.eval_every=8"]
+    interrupted(monkeypatch, 8, folder, *longer, resume=True)
+    if left:
+        (folder / "extrapolation.json").write_text(stale.replace("step_000006", "step_000008"))
+    run(folder, *longer, resume=True)
+    report = json.loads((folder / "extrapolation.json").read_text())
+    assert report["checkpoint"] == "step_000008"
+    logged = [(row["step"], row["extrapolation/length"]) for row in metrics(folder) if "extrapolation/length" in row]
+    assert logged[-len(report["rows"]) :] == [(8, row["length"]) for row in report["rows"]]
+
+
+@pytest.mark.parametrize("state", [[1], {"step": 6}, {"step": "6", "fingerprint": "", "optimizer": {}, "scaler": {}}])
+def test_a_state_of_another_program_is_refused(state, corpus, tmp_path, monkeypatch):
+    interrupted(monkeypatch, 6, tmp_path, *EIGHT, *corpus)
+    path = checkpoints(tmp_path)[-1]
+    path.with_suffix(".sha256").unlink()
+    torch.save(state, path.with_suffix(".pt"))
+    with pytest.raises(ValueError, match=r"step_000006.pt: not a training state of this program"):
+        run(tmp_path, *EIGHT, *corpus, resume=True)
+
+
+def test_a_run_that_is_being_trained_is_not_resumed(corpus, tmp_path):
+    process = begin(tmp_path, *corpus, "train.max_steps=100000", "train.eval_every=100000")
+    try:
+        done = command("train.py", "resume=run", "wandb.mode=disabled", cwd=tmp_path)
+        assert done.returncode == 1
+        assert "error: run: another process is training in it" in done.stderr.replace(f"{tmp_path}/", "")
+        assert process.poll() is None
+    finally:
+        process.kill()
+        process.communicate()
+    step = step_of(latest_checkpoint(tmp_path / "run", resumable=True))
+    done = command("train.py", "resume=run", f"train.max_steps={step + 1}", "wandb.mode=disabled", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    steps = [row["step"] for row in metrics(tmp_path / "run") if "train/loss" in row]
+    assert steps == sorted(set(steps))
+    assert steps[-1] == step + 1

@@ -49,6 +49,7 @@ def test_the_last_ones_and_the_best_are_kept_and_incomplete_ones_do_not_count(tm
     folder = tmp_path / "checkpoint"
     (folder / "step_2000000.pt").touch()  # killed between the two files
     (folder / ".step_3000000.safetensors.1.tmp").touch()  # killed while writing
+    (folder / ".best.json.1.tmp").touch()
     assert latest_checkpoint(tmp_path).name == "step_1000000.safetensors"
     (folder / "notes.txt").touch()  # not ours
     prune_checkpoints(tmp_path, 2, step=1_000_000)
@@ -114,7 +115,7 @@ def test_the_best_is_known_or_said_not_to_be(tmp_path):
     assert not path.with_suffix(".pt").exists()
     with pytest.raises(FileNotFoundError, match=r"best\.json"):
         best_checkpoint(tmp_path)
-    for text in ("", "{}", '{"step": "../../x", "nll": 1}', "[1]", '{"step": 3}'):
+    for text in ("", "{}", '{"step": "../../x", "nll": 1}', "[1]", '{"step": 3}', '{"step": Infinity, "nll": 1}'):
         (path.parent / "best.json").write_text(text)
         assert read_best(tmp_path) is None
     mark_best(tmp_path, 3, 0.25)
