@@ -265,6 +265,7 @@ def _message(error: Exception) -> str:
         said = f"error: {said.splitlines()[0]} (setting {error.full_key})"
     else:  # whatever odd words happen to trigger in Hydra
         said = f"error: {said or type(error).__name__}"
+        said += f" ({cause})" if isinstance(cause, OSError) else ""  # the log's file cannot be written
     words = [error.override] if isinstance(error, OverrideParseException) else sys.argv[1:]
     named = any(word.split("=")[0].lstrip("+~") in said for word in words if "=" in word or word[:1] == "~")
     return said if named else f"{said}\nin: {' '.join(words)}"

@@ -231,3 +231,11 @@ def test_a_run_that_is_being_trained_is_not_resumed(corpus, tmp_path):
     steps = [row["step"] for row in metrics(tmp_path / "run") if "train/loss" in row]
     assert steps == sorted(set(steps))
     assert steps[-1] == step + 1
+
+
+def test_a_log_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "run" / "train.log").mkdir(parents=True)
+    done = command("train.py", *TINY, "hydra.run.dir=run", cwd=tmp_path)
+    assert done.returncode == 1
+    assert f"Is a directory: '{tmp_path / 'run' / 'train.log'}'" in done.stderr
+    assert "Traceback" not in done.stderr
