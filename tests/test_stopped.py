@@ -179,16 +179,6 @@ def test_a_damaged_checkpoint_is_not_kept_in_the_place_of_a_new_one(corpus, tmp_
     assert step_of(latest_checkpoint(tmp_path, resumable=True)) == 5
 
 
-def test_fewer_steps_than_were_made_are_refused(corpus, tmp_path, monkeypatch):
-    interrupted(monkeypatch, 6, tmp_path, *EIGHT, *corpus)
-    with pytest.raises(ValueError, match=r"its 6 steps are done; raise train.max_steps=4"):
-        run(tmp_path, *EIGHT, *corpus, "train.max_steps=4", resume=True)
-    run(tmp_path, *EIGHT, *corpus, "train.max_steps=6", resume=True)
-    assert (tmp_path / "extrapolation.json").exists()
-    with pytest.raises(ValueError, match=r"its 6 steps are done; raise train.max_steps"):
-        run(tmp_path, *EIGHT, *corpus, "train.max_steps=6", resume=True)
-
-
 @pytest.mark.parametrize("left", [True, False])
 def test_a_longer_training_makes_its_own_report(left, corpus, tmp_path, monkeypatch):
     """Though it was killed before it, and a file of the shorter training, or of eval.py since then, is there."""
