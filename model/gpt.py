@@ -233,7 +233,7 @@ class GPT(nn.Module):
         """Raise ValueError unless every id is in [0, vocab_size)."""
         check_tensor("tokens", tokens)
         if tokens.is_meta or not tokens.numel():
-            raise ValueError(f"tokens must be at least one, with values: {tuple(tokens.shape)} on {tokens.device}")
+            raise ValueError(f"at least one token is needed, found {tuple(tokens.shape)} on {tokens.device}")
         low, high = (int(value) for value in tokens.aminmax())
         if low < 0 or high >= self.config.vocab_size:
             found = low if low < 0 else high
