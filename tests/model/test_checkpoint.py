@@ -7,6 +7,8 @@ import sys
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from model import GPTConfig, load_run
 from model.checkpoint import (
@@ -188,6 +190,24 @@ def test_missing_and_damaged_files_are_named(tmp_path):
     state.write_bytes(state.read_bytes()[:-20])
     with pytest.raises(ValueError, match=r"step_000001\.pt: not a whole training state"):
         load_state(path)
+
+
+@pytest.mark.parametrize("name", ["blocks.0.mlp.up.weight", "blocks.1.mlp.up.weight", "norm.weight"])
+def test_a_tensor_of_another_shape_or_name_is_named(name, tmp_path):
+    path = save_checkpoint(tmp_path, 1, small_model({"name": "none"}, torch.float32), None)
+    path.with_suffix(".sha256").unlink()
+    with safe_open(path, "pt") as file:
+        header = file.metadata()
+    for change in (
+        lambda tensors: tensors | {name: tensors[name][:-1]},
+        lambda tensors: {**tensors, "x": tensors[name]},
+    ):
+        whole = load_file(path)
+        save_file(change(whole), path, metadata=header)
+        with pytest.raises(ValueError, match=rf"step_000001\.safetensors: .*({name}|tensors, not)"):
+            load_run(tmp_path)
+        save_file(whole, path, metadata=header)
+    assert load_run(tmp_path) is not None
 
 
 def test_a_state_file_cannot_run_code(tmp_path):
