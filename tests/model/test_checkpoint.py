@@ -198,15 +198,12 @@ def test_a_tensor_of_another_shape_or_name_is_named(name, tmp_path):
     path.with_suffix(".sha256").unlink()
     with safe_open(path, "pt") as file:
         header = file.metadata()
-    for change in (
-        lambda tensors: tensors | {name: tensors[name][:-1]},
-        lambda tensors: {**tensors, "x": tensors[name]},
-    ):
-        whole = load_file(path)
-        save_file(change(whole), path, metadata=header)
+    whole = load_file(path)
+    for damaged in (whole | {name: whole[name][:-1].clone()}, whole | {"x": torch.zeros(1)}):
+        save_file(damaged, path, metadata=header)
         with pytest.raises(ValueError, match=rf"step_000001\.safetensors: .*({name}|tensors, not)"):
             load_run(tmp_path)
-        save_file(whole, path, metadata=header)
+    save_file(whole, path, metadata=header)
     assert load_run(tmp_path) is not None
 
 
