@@ -9,6 +9,7 @@ import pytest
 from omegaconf import OmegaConf
 
 import eval as eval_module
+import runs.trained
 from data import get_tokenizer
 from eval import default_lengths
 from measure import results, store
@@ -279,7 +280,7 @@ def test_runs_with_different_tokenizers_are_compared_in_bits_per_byte_only(
     plain = get_tokenizer("bytes")
     renamed = copy.copy(plain)
     renamed.name = "other"
-    monkeypatch.setattr(eval_module, "get_tokenizer", lambda name, vocab_size: renamed if name == "other" else plain)
+    monkeypatch.setattr(runs.trained, "get_tokenizer", lambda name, vocab_size: renamed if name == "other" else plain)
     capsys.readouterr()
     measure(f"runs=[{two_runs / 'rope'},{tmp_path / 'copy'}]", "lengths=[16,32]", f"out={tmp_path / 'out'}")
     shown = capsys.readouterr().out
