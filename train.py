@@ -145,7 +145,8 @@ class Trainer:
             for step, loss, norm in state.get("pending", [])
         ]
         self.skipped, self.saved = state.get("skipped", 0), state.get("step")  # saved: step of the last checkpoint
-        self.wandb_id = runs.read_run(folder)[1]["wandb_id"] if config.resume else None
+        self.origin = runs.read_run(folder)[1] if config.resume else {}
+        self.wandb_id = self.origin.get("wandb_id")
         if self.wandb_id is None and runs.wandb_mode(config.wandb.mode) != "disabled":
             self.wandb_id = runs.new_wandb_id()
 
@@ -185,8 +186,7 @@ class Trainer:
         here |= {"threads": torch.get_num_threads(), "processes": self.ranks.world_size, "precision": self.precision}
         here |= {"fingerprint": self.files.fingerprint, "wandb_id": self.wandb_id}
         if self.config.resume:
-            origin = runs.read_run(self.folder)[1]
-            here = {**origin, "wandb_id": self.wandb_id, "resumed": [*origin.get("resumed", []), here]}
+            here = {**self.origin, "wandb_id": self.wandb_id, "resumed": [*self.origin.get("resumed", []), here]}
         plain["provenance"] = here
         try:
             write_text(path, OmegaConf.to_yaml(OmegaConf.create(plain)), new=not self.config.resume)
@@ -227,7 +227,8 @@ class Trainer:
                     self.launched = None
                 measured, at_end = self._is_measured(self.step), self.step == t.max_steps
                 checkpoint = self.step % t.checkpoint_every == 0 or at_end
-                if self.step % t.log_every == 0 or measured or checkpoint:
+                noted = self.step % t.log_every == 0 or measured or checkpoint
+                if noted:
                     row = self._read()
                     rate = (self.step - counted) * step_tokens / (time.perf_counter() - clock)
                     bar.set_postfix_str(
@@ -241,7 +242,7 @@ class Trainer:
                 self._stop_if_asked()
                 if measured:
                     nll = self._evaluate()
-                if self.step % t.log_every == 0 or measured or checkpoint:
+                if noted:  # what came since the row is no training
                     clock, counted = time.perf_counter(), self.step
         return nll
 
