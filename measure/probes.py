@@ -174,8 +174,8 @@ def _summed_weights(module: Attention, x: Tensor, step: Step, bin_of: Tensor, bi
     for start in range(0, x.shape[1], rows):
         part = q[:, :, start : start + rows]
         seen = start + part.shape[2]
-        at, key_positions = step.positions[start:seen], step.positions[:seen]
-        weights = softmax_weights(part, k[:, :, :seen], step.scheme, at, key_positions)[0]  # (H, rows, seen)
+        at, key_positions = step.biases.where(start, part.shape[2], x.shape[1])
+        weights = softmax_weights(part, k[:, :, :seen], step.biases.scheme, at, key_positions)[0]  # (H, rows, seen)
         index = bin_of[(at[:, None] - key_positions).clamp(min=0)].expand_as(weights)  # later keys: 0 to any bin
         by_query = weights.new_zeros(*weights.shape[:2], bins).scatter_add_(-1, index, weights)
         sums += by_query.cpu().double().sum(dim=1)

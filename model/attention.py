@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from model.positions import PositionScheme
+from model.positions import DistanceBias, PositionScheme
 
 # The largest block of biases that is formed at once, in numbers: 32 MiB of float32. A bias for all of
 # 12 heads and 8,192 tokens would be a hundred times that.
@@ -27,28 +27,47 @@ def _plain_is_faster(q: Tensor) -> bool:
     return q.device.type == "cpu" and q.dtype == torch.bfloat16 and trains and not torch.compiler.is_compiling()
 
 
-def softmax_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scheme: PositionScheme,
-    positions: Tensor,
-    dropout: float = 0.0,
-    newest: Tensor | None = None,
-) -> Tensor:
+class Biases:
+    """What a pass adds to its scores: the scheme's bias, and -inf where a key is later than the query.
+
+    positions: int64 (Tk,), of the keys; the queries have the last of them. newest: int64 (1,), the position of a single
+    query that is not the last of them: keys past it are room not yet filled.
+    """
+
+    def __init__(self, scheme: PositionScheme, positions: Tensor, newest: Tensor | None = None):
+        self.scheme, self.positions, self.newest = scheme, positions, newest
+        self.kept: Tensor | None = None  # for the next layer, where it is one block and does not depend on the layer
+
+    def where(self, start: int, part: int, Tq: int) -> tuple[Tensor, Tensor]:
+        """Positions of `part` of the Tq queries from `start` on, and of the keys that they may see."""
+        seen = len(self.positions) - Tq + start + part
+        return self.positions[seen - part : seen] if self.newest is None else self.newest, self.positions[:seen]
+
+    def __call__(self, q: Tensor, start: int, Tq: int) -> Tensor:
+        """For a part of the Tq queries, (B, H, rows, head_dim), from `start` on: (1 or B, 1 or H, rows, seen keys)."""
+        if self.kept is not None:
+            return self.kept
+        at, key_positions = self.where(start, q.shape[2], Tq)
+        bias = masked_bias(q, self.scheme, at, key_positions)
+        if q.shape[2] == Tq and (isinstance(self.scheme, DistanceBias) or not self.scheme.biased):
+            self.kept = bias
+        return bias
+
+
+def softmax_attention(q: Tensor, k: Tensor, v: Tensor, biases: Biases, dropout: float = 0.0) -> Tensor:
     """softmax(q kᵀ / √head_dim + bias) v, (B, H, Tq, head_dim), each query seeing the keys up to its own position.
 
-    positions: int64 (Tk,), of the keys. newest: int64 (1,), the position of a single query that is not the last of
-    them: keys past it are room not yet filled. A biased scheme is evaluated in blocks of queries, so that no
-    (H, Tq, Tk) bias exists at once; each block stops at the last key it can see.
+    A biased scheme is evaluated in blocks of queries, so that no (H, Tq, Tk) bias exists at once; each block stops at
+    the last key it can see.
     """
     Tq, Tk = q.shape[2], k.shape[2]
+    scheme, positions = biases.scheme, biases.positions
     H, grouped = q.shape[1], q.shape[1] != k.shape[1]
     plain = scheme.weighs_values or _plain_is_faster(q)
     if not scheme.biased and not plain:
         mask, causal = None, False
-        if newest is not None:
-            mask = (positions <= newest)[None]
+        if biases.newest is not None:
+            mask = biases(q, 0, Tq)
         elif Tq == Tk:
             causal = Tq > 1
         elif Tq > 1:  # is_causal would align its triangle with the first key, not the last
@@ -62,17 +81,15 @@ def softmax_attention(
     blocks = []
     for start in range(0, Tq, rows):
         part = q[:, :, start : start + rows]
-        seen = Tk - Tq + start + part.shape[2]
-        at = positions[seen - part.shape[2] : seen] if newest is None else newest
-        key_positions, keys, values = positions[:seen], k[:, :, :seen], v[:, :, :seen]
+        bias = biases(part, start, Tq)
+        keys, values = (x[:, :, : bias.shape[-1]] for x in (k, v))
         if not plain:
-            bias = _masked_bias(part, scheme, at, key_positions)
             blocks.append(F.scaled_dot_product_attention(part, keys, values, bias, dropout, enable_gqa=grouped))
             continue
-        weights = F.dropout(_scores(part, keys, scheme, at, key_positions).softmax(dim=-1), dropout).to(q.dtype)
+        weights = F.dropout(_scores(part, keys, bias).softmax(dim=-1), dropout).to(q.dtype)
         blocks.append(weights @ values)
         if scheme.weighs_values:
-            blocks[-1] = blocks[-1] + scheme.values(weights, at, key_positions)
+            blocks[-1] = blocks[-1] + scheme.values(weights, *biases.where(start, part.shape[2], Tq))
     return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=2)
 
 
@@ -81,18 +98,18 @@ def softmax_weights(q: Tensor, k: Tensor, scheme: PositionScheme, at: Tensor, ke
 
     q and k as rotated, as many heads each. at, key_positions: int64 (Tq,) and (Tk,); a later key's weight is 0.
     """
-    return _scores(q, k, scheme, at, key_positions).softmax(dim=-1, dtype=torch.promote_types(q.dtype, torch.float32))
+    scores = _scores(q, k, masked_bias(q, scheme, at, key_positions))
+    return scores.softmax(dim=-1, dtype=torch.promote_types(q.dtype, torch.float32))
 
 
-def _scores(q: Tensor, k: Tensor, scheme: PositionScheme, at: Tensor, key_positions: Tensor) -> Tensor:
+def _scores(q: Tensor, k: Tensor, bias: Tensor) -> Tensor:
     B, H = q.shape[:2]
-    bias = _masked_bias(q, scheme, at, key_positions)
     bias = bias[0] if bias.shape[:2] == (1, 1) else bias.expand(B, H, -1, -1).flatten(0, 1)
     scores = torch.baddbmm(bias, q.flatten(0, 1), k.flatten(0, 1).mT, alpha=1 / math.sqrt(q.shape[-1]))
     return scores.unflatten(0, (B, H))
 
 
-def _masked_bias(q: Tensor, scheme: PositionScheme, at: Tensor, key_positions: Tensor) -> Tensor:
+def masked_bias(q: Tensor, scheme: PositionScheme, at: Tensor, key_positions: Tensor) -> Tensor:
     """The scheme's bias, and -inf where a key is later than the query: (1 or B, 1 or H, Tq, Tk) in q's dtype."""
     later = key_positions > at[:, None]
     bias = scheme.bias(q, at, key_positions) if scheme.biased else q.new_zeros(1, 1, *later.shape)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model.attention import CHUNK, linear_attention, softmax_attention
+from model.attention import CHUNK, Biases, linear_attention, softmax_attention
 from model.cache import Cache, KVCache, StateCache
 from model.checks import check_memory, check_tensor, check_whole
 from model.config import GPTConfig
@@ -17,7 +17,7 @@ from model.gelu import gelu
 from model.graph import GraphedStep, can_graph
 from model.linear import Linear, linear
 from model.loss import token_losses
-from model.positions import PositionScheme, build_scheme
+from model.positions import build_scheme
 from model.sampling import check_sampling, evaluating, sample
 
 
@@ -25,8 +25,7 @@ from model.sampling import check_sampling, evaluating, sample
 class Step:
     """What one pass has in common for all layers."""
 
-    scheme: PositionScheme
-    positions: Tensor  # int64 (Tk,), of all keys; the queries have the last of them, or the cache's `newest`
+    biases: Biases
     rotate: Callable[[Tensor], Tensor]
     cache: Cache | None
 
@@ -52,9 +51,7 @@ class Attention(nn.Module):
         q, k = step.rotate(qk).split((self.n_head, self.n_kv_head), dim=1)
         if step.cache is not None:
             k, v = step.cache.append(self.layer, k, v)
-        dropout = self.dropout if self.training else 0.0
-        newest = step.cache.newest if step.cache is not None else None
-        return softmax_attention(q, k, v, step.scheme, step.positions, dropout, newest)
+        return softmax_attention(q, k, v, step.biases, self.dropout if self.training else 0.0)
 
     def _linear(self, qk: Tensor, v: Tensor, step: "Step") -> Tensor:
         q, k = qk.split((self.n_head, self.n_kv_head), dim=1)
@@ -204,7 +201,8 @@ class GPT(nn.Module):
         # On the CPU the embedding's gradient stays rows until it joins that of the output matrix, a whole one anyway.
         rows = F.embedding(tokens, self.embedding.weight, sparse=on_cpu)
         x = self.dropout(self.pos.embed(rows, new))  # (B, T, D)
-        step = Step(self.pos, positions, self.pos.rotation(new, length), cache)
+        newest = cache.newest if isinstance(cache, KVCache) else None
+        step = Step(Biases(self.pos, positions, newest), self.pos.rotation(new, length), cache)
         for block in self.blocks:
             x = block(x, step)
         return self.norm(x)

@@ -7,6 +7,8 @@ A scheme acts at up to three hooks, always given explicit integer positions:
     bias(queries, query_positions, key_positions) (H, Tq, Tk) or (B, H, Tq, Tk), added to the attention scores
     and with it, for Shaw's scheme: values(weights, query_positions, key_positions), added to the attention's output
 
+A bias that only head and distance decide is a DistanceBias, which says what it is for each distance.
+
 The base class does nothing at any of them, which makes it a scheme of its own: a causal model without positions
 (NoPE; Haviv et al. 2022, Kazemnejad et al. 2023). `rotation` returns a function, rather than taking the queries, so
 that the trigonometry is done once a pass and not twice in every layer.
@@ -60,7 +62,7 @@ class PositionScheme(nn.Module):
     def bias(self, queries: Tensor, query_positions: Tensor, key_positions: Tensor) -> Tensor:
         """queries (B, H, Tq, head_dim), as rotated. Called with a part of the queries at a time.
 
-        key_positions count on, one by one, from the first key's, which need not be 0; here and in values.
+        Both positions count on, one by one, from their first, which need not be 0; here and in values.
         """
         raise NotImplementedError
 
@@ -148,7 +150,22 @@ class RotaryPositions(PositionScheme):
         return None if self.scaling is None else regime(self.scaling, self.train_length, length)
 
 
-class ALiBi(PositionScheme):
+class DistanceBias(PositionScheme):
+    """A bias that head and distance alone decide: the same in every layer, and equal along each diagonal."""
+
+    def by_distance(self, distances: Tensor) -> Tensor:
+        """int64 (n,), tokens from the key to the query, at least 0 -> float32 (H, n)."""
+        raise NotImplementedError
+
+    def bias(self, queries: Tensor, query_positions: Tensor, key_positions: Tensor) -> Tensor:
+        # Formed for Tq + Tk - 1 distances, not Tq · Tk pairs, so that a table's gradient is summed along diagonals
+        # and not gathered number by number. What later keys get is masked.
+        Tq, Tk = len(query_positions), len(key_positions)
+        distances = query_positions[0] - key_positions[-1] + torch.arange(Tq + Tk - 1, device=key_positions.device)
+        return self.by_distance(distances.clamp(min=0)).unfold(-1, Tk, 1).flip(-1)  # (H, Tq, Tk)
+
+
+class ALiBi(DistanceBias):
     """Attention with linear biases: -slope · distance, a slope a head (Press et al. 2021, section 3). No weights."""
 
     def __init__(self, config):
@@ -165,12 +182,11 @@ class ALiBi(PositionScheme):
         others = (2 * torch.arange(self.n_head - below, device=device) + 1) * (4 / below)
         return 2.0 ** -torch.cat((exponents, others))
 
-    def bias(self, queries: Tensor, query_positions: Tensor, key_positions: Tensor) -> Tensor:
-        distance = query_positions[:, None] - key_positions
-        return -self.slopes(distance.device)[:, None, None] * distance.float()
+    def by_distance(self, distances: Tensor) -> Tensor:
+        return -self.slopes(distances.device)[:, None] * distances.float()
 
 
-class T5Bias(PositionScheme):
+class T5Bias(DistanceBias):
     """A learned bias a head and bucket of distances, one table for all layers (Raffel et al. 2019, section 2.1).
 
     Half of the buckets hold one distance each, the others widen logarithmically up to max_distance, and the last one
@@ -194,10 +210,8 @@ class T5Bias(PositionScheme):
         far = exact + ((distance.clamp(min=1) / exact).log() / growth * (self.buckets - exact)).floor().long()
         return torch.where(distance < exact, distance, far.clamp(max=self.buckets - 1))
 
-    def bias(self, queries: Tensor, query_positions: Tensor, key_positions: Tensor) -> Tensor:
-        # By distance first: the table is read (and its gradient summed) for Tk distances, not Tq · Tk pairs.
-        by_distance = self.table[self.bucket(key_positions - key_positions[0])].T.float()  # (H, Tk)
-        return by_distance[:, (query_positions[:, None] - key_positions).clamp(min=0)]
+    def by_distance(self, distances: Tensor) -> Tensor:
+        return self.table[self.bucket(distances)].T.float()
 
 
 class ShawRelative(PositionScheme):

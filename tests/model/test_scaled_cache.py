@@ -86,11 +86,11 @@ def test_the_check_sees_how_others_get_it_wrong(bug, monkeypatch):
 
                 real, rotation = gpt.softmax_attention, model.pos.rotation
 
-                def rotate_late(q, k, v, scheme, positions, *others, real=real, rotation=rotation):
-                    at = positions[-q.shape[2] :]
-                    length = int(positions[-1]) + 1
-                    q, k = rotation(at, length)(q), rotation(positions, length)(k)
-                    return real(q, k, v, scheme, positions, *others)
+                def rotate_late(q, k, v, biases, dropout, real=real, rotation=rotation):
+                    at = biases.positions[-q.shape[2] :]
+                    length = int(biases.positions[-1]) + 1
+                    q, k = rotation(at, length)(q), rotation(biases.positions, length)(k)
+                    return real(q, k, v, biases, dropout)
 
                 patch.setattr(model.pos, "rotation", lambda positions, length: lambda x: x)
                 patch.setattr(gpt, "softmax_attention", rotate_late)
