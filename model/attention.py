@@ -112,7 +112,10 @@ def _scores(q: Tensor, k: Tensor, bias: Tensor) -> Tensor:
 def masked_bias(q: Tensor, scheme: PositionScheme, at: Tensor, key_positions: Tensor) -> Tensor:
     """The scheme's bias, and -inf where a key is later than the query: (1 or B, 1 or H, Tq, Tk) in q's dtype."""
     later = key_positions > at[:, None]
-    bias = scheme.bias(q, at, key_positions) if scheme.biased else q.new_zeros(1, 1, *later.shape)
+    if scheme.biased:
+        bias = scheme.bias(q, at, key_positions)
+    else:
+        bias = torch.zeros((1, *later.shape), dtype=q.dtype, device=q.device)
     bias = bias.masked_fill(later, -math.inf).to(q.dtype)
     return bias if bias.ndim == 4 else bias[None]
 

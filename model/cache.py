@@ -66,16 +66,17 @@ class KVCache(Cache):
         # int64 (1,): set while one-token passes have to be the same kernels at every length (model/graph.py). Where the
         # token goes is then read on the device, and attention sees all of the room, what lies past the token masked.
         self.newest: Tensor | None = None
+        self.room = max_length
 
     def append(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Write one layer's new keys and values (B, n_kv_head, T, head_dim) from `past` on.
 
-        Returns views of all keys and values so far, (B, n_kv_head, past + T, head_dim), or of all there is room for.
+        Returns views of all keys and values so far, (B, n_kv_head, past + T, head_dim), or of the room for them.
         """
         if self.newest is not None:
             for held, new in ((self.keys, keys), (self.values, values)):
                 held[layer].index_copy_(2, self.newest, new.to(held.dtype))
-            return self.keys[layer], self.values[layer]
+            return self.keys[layer, :, :, : self.room], self.values[layer, :, :, : self.room]
         end = self.past + keys.shape[2]
         self.keys[layer, :, :, self.past : end] = keys
         self.values[layer, :, :, self.past : end] = values

@@ -14,7 +14,7 @@ from model.cache import Cache, KVCache, StateCache
 from model.checks import check_memory, check_tensor, check_whole
 from model.config import GPTConfig
 from model.gelu import gelu
-from model.graph import GraphedStep, can_graph
+from model.graph import one_token_steps
 from model.linear import Linear, linear
 from model.loss import token_losses
 from model.positions import build_scheme
@@ -191,7 +191,7 @@ class GPT(nn.Module):
 
         The token's position is cache.newest, and counting it up is the caller's. See model/graph.py.
         """
-        positions = torch.arange(cache.max_length, device=token.device)
+        positions = torch.arange(cache.room, device=token.device)
         length = cache.scaling_length or cache.max_length
         return self._logits(self._layers(token, positions, cache.newest, length, cache)[:, -1])
 
@@ -280,19 +280,18 @@ class GPT(nn.Module):
         if max_new_tokens:
             self.pos.check_position(last)
         cache = self.new_cache(B, last + 1, scaling_length) if use_cache and max_new_tokens else None
+        text = torch.cat((tokens, tokens.new_zeros(B, max_new_tokens)), dim=1)
         with torch.inference_mode(), evaluating(self):
-            chunk, graphed = tokens, None
-            for _ in range(max_new_tokens):
-                if graphed is None and cache is not None and cache.length and can_graph(self, cache):
-                    graphed = GraphedStep(self, cache)
-                if graphed is not None:
-                    logits = graphed(chunk)
+            step = None
+            for t in range(T, T + max_new_tokens):
+                if step is None and cache is not None and cache.length:
+                    step = one_token_steps(self, cache, T + max_new_tokens - t)
+                if step:
+                    logits = step(text[:, t - 1 : t])
                 else:
-                    logits = self._logits(self._rows(chunk, cache, scaling_length)[:, -1])
-                following = sample(logits, temperature, top_k, top_p, generator)
-                tokens = torch.cat((tokens, following), dim=1)
-                chunk = tokens if cache is None else following
-        return tokens.clone()  # outside inference mode, so that a pass with gradients takes it, too
+                    logits = self._logits(self._rows(text[:, :t], cache, scaling_length)[:, -1])
+                text[:, t : t + 1] = sample(logits, temperature, top_k, top_p, generator)
+        return text
 
     def optimizer_groups(self, weight_decay: float) -> list[dict]:
         """Decay on matrices only: not on norms, biases, or anything of the position scheme.

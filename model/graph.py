@@ -1,19 +1,157 @@
-"""Decoding on CUDA without the host: a step of one token is captured once, and replayed."""
+"""Decoding without the host's share: a step of one token is captured once, and replayed.
+
+On CUDA by a CUDA graph. On a CPU, where Python and torch's own bookkeeping take half of a small model's step, by a list
+of its operations, each of which writes again where it wrote first.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import cache, partial
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from model.cache import Cache, KVCache
 
+# On a CPU a captured step has a fixed number of keys, the room: at least this many, and twice as many when it is full.
+ROOM = 256
+WORTH = 32  # steps that pay for a capture
 
-def can_graph(model, cache: Cache) -> bool:
+
+class CannotCaptureError(Exception):
+    """An operation of the step cannot be repeated without Python."""
+
+
+class Tape(TorchDispatchMode):
+    """Records the operations inside the `with`, and at its end runs them again, on the same memory, as replays do.
+
+    varies: tensors whose numbers may be others at the next replay. What is computed from others alone, and written by
+    nothing else, is computed once. Whatever was read or made is kept, so that every view of it remains valid. Raises
+    CannotCaptureError for what hands numbers to Python (.item()) or has as many results as the numbers say.
+    """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # it would load the compiler, most of a second
+
+    def __init__(self, *varies: Tensor):
+        super().__init__()
+        self.varying = set(map(_memory, varies))
+        self.seen: list[tuple] = []
+        self.calls: list[Callable[[], object]] = []
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        result = op(*args, **kwargs)
+        read, made = list(_tensors((*args, *kwargs.values()))), list(_tensors((result,)))
+        indexing = op is torch.ops.aten.index.Tensor and not any(x.dtype == torch.bool for x in read[1:])
+        if (read and not made) or (torch.Tag.dynamic_output_shape in op.tags and not indexing):
+            raise CannotCaptureError(str(op))
+        self.seen.append((op, args, kwargs, result, read, made))
+        return result
+
+    def __exit__(self, kind, *error) -> None:
+        super().__exit__(kind, *error)
+        if kind is not None:
+            return
+        for op, args, *_ in self.seen:  # what is written in place has to be made anew each time, too
+            written = zip(args, op._schema.arguments, strict=False)
+            self.varying |= {_memory(x) for x, about in written if about.is_write}
+        for op, args, kwargs, result, read, made in self.seen:
+            memory, new = set(map(_memory, read)), set(map(_memory, made))
+            random = torch.Tag.nondeterministic_seeded in op.tags
+            if op._schema.is_mutable:
+                self.calls.append(_called(op, args, kwargs))
+            elif not new <= memory and (random or not self.varying.isdisjoint(memory | new)):  # <=: a view
+                self.varying |= new
+                form = _out_form(op)
+                if form is None:
+                    self.calls.append(_called(op, args, kwargs, result))
+                else:
+                    self.calls.append(_called(form, args, {**kwargs, "out": result}))
+
+    def replay(self) -> None:
+        for call in self.calls:
+            call()
+
+
+def _memory(x: Tensor) -> int:
+    return x.untyped_storage().data_ptr()
+
+
+def _tensors(values: tuple) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (tuple, list)):
+            yield from _tensors(value)
+
+
+def _called(op, args: tuple, kwargs: dict, into: Tensor | tuple | None = None) -> Callable[[], object]:
+    """The operation with its arguments, its results copied to `into`; it is called once."""
+    # torch's function of that name parses arguments in half the time, but a few take others than the operation.
+    name = op._schema.name.removeprefix("aten::")
+    spaces = (torch._C._VariableFunctions, torch._C._nn, torch._C.TensorBase)
+    for function in (*(getattr(space, name) for space in spaces if hasattr(space, name)), op):
+        call = partial(function, *args, **kwargs)
+        if into is not None:
+            call = partial(_copied if isinstance(into, Tensor) else _all_copied, into, call)
+        try:
+            call()
+        except TypeError:
+            if function is op:
+                raise
+        else:
+            return call
+
+
+def _copied(into: Tensor, call: Callable[[], Tensor]) -> None:
+    into.copy_(call())
+
+
+def _all_copied(into: tuple, call: Callable[[], tuple]) -> None:
+    for x, new in zip(_tensors(into), _tensors(call()), strict=True):
+        x.copy_(new)
+
+
+@cache
+def _out_form(op):
+    """The form of an operation that writes its one result into a tensor given as `out`; None where it has none."""
+    arguments = [(about.name, str(about.type)) for about in op._schema.arguments]
+    for name in op.overloadpacket.overloads():
+        form = getattr(op.overloadpacket, name)
+        out = [about.name for about in form._schema.arguments if about.is_out]
+        others = [(about.name, str(about.type)) for about in form._schema.arguments if not about.is_out]
+        if out == ["out"] and others == arguments and torch.Tag.generated not in form.tags:
+            return form
+    return None
+
+
+def one_token_steps(model, held: Cache, steps: int) -> Callable[[Tensor], Tensor]:
+    """A function that is to be called `steps` times: token int64 (B, 1) -> logits (B, V) of the next one.
+
+    held: a cache with at least one token, for nothing else from then on. The logits may be overwritten by the next
+    call. They are those of the model's passes of one token, which it also falls back to.
+    """
+    if can_graph(model, held) and (steps >= WORTH or held.keys.is_cuda):
+        try:
+            return GraphedStep(model, held)
+        except CannotCaptureError:
+            held.newest = None
+    return lambda token: model(token, cache=held)[:, -1]
+
+
+def can_graph(model, held: Cache) -> bool:
     """Whether every step is the same kernels on the same tables.
 
-    Not for linear attention, whose state is a new tensor each step, nor under a scaling, whose frequencies may change
-    on the way, nor under autocast, which keeps casts of the weights between steps.
+    Not for linear attention, whose state is a new tensor each step, nor where the frequencies change on the way, nor
+    under autocast, which keeps casts of the weights between steps. On CUDA, where it was not tried, under no scaling.
     """
-    plain = isinstance(cache, KVCache) and model.config.scaling is None
-    return plain and cache.keys.is_cuda and not torch.is_autocast_enabled("cuda")
+    if not isinstance(held, KVCache) or torch.is_autocast_enabled(held.keys.device.type):
+        return False
+    first, last = (held.scaling_length or length for length in (held.length + 1, held.max_length))
+    device, scaled = held.keys.device.type, model.config.scaling is not None
+    return (device == "cpu" or (device == "cuda" and not scaled)) and model.pos.regime(first) == model.pos.regime(last)
 
 
 class GraphedStep:
@@ -22,21 +160,41 @@ class GraphedStep:
     The logits are overwritten by the next step. While it is in use, the cache's own length stands still.
     """
 
-    def __init__(self, model, cache: KVCache):
-        self.token = torch.zeros((cache.batch_size, 1), dtype=torch.int64, device=cache.keys.device)
-        cache.newest = torch.tensor([cache.length], device=cache.keys.device)
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):  # libraries set themselves up, which must not be captured
-            for _ in range(2):
-                model.fixed_step(self.token, cache)
-        torch.cuda.current_stream().wait_stream(stream)
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
-            self.logits = model.fixed_step(self.token, cache)
-            cache.newest += 1
+    def __init__(self, model, held: KVCache):
+        self.model, self.held, self.length, device = model, held, held.length, held.keys.device
+        self.token = torch.zeros((held.batch_size, 1), dtype=torch.int64, device=device)
+        held.newest, held.room = torch.tensor([held.length], device=device), held.length
+        self._capture()
 
     def __call__(self, token: Tensor) -> Tensor:
+        if self.length == self.held.room:
+            self._capture()
         self.token.copy_(token)
-        self.graph.replay()
+        self.replay()
+        self.length += 1
         return self.logits
+
+    def _step(self) -> None:
+        self.logits = self.model.fixed_step(self.token, self.held)
+        self.held.newest += 1
+
+    def _capture(self) -> None:
+        held = self.held
+        if held.keys.is_cuda:
+            held.room = held.max_length
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):  # libraries set themselves up, which must not be captured
+                for _ in range(2):
+                    self.model.fixed_step(self.token, held)
+            torch.cuda.current_stream().wait_stream(stream)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                self._step()
+            self.replay = graph.replay
+        else:
+            held.room = min(held.max_length, max(ROOM, 2 * held.room))
+            with Tape(self.token, held.newest, held.keys, held.values) as tape:
+                self._step()  # at this position, and in the end once more: the first replay writes the same again
+            held.newest.fill_(self.length)
+            self.replay = tape.replay

@@ -1,6 +1,7 @@
 """From logits to the next token, and from prompts to their continuations."""
 
 import contextlib
+import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -8,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from model.checks import check_whole, is_number
+from model.graph import one_token_steps
 
 if TYPE_CHECKING:
     from model.gpt import GPT
@@ -52,7 +54,7 @@ def sample(
     (on the CPU only: elsewhere it would stall every step) for a row whose largest logit is not a finite number.
     """
     check_sampling(temperature, top_k, top_p, generator, logits.device)
-    if logits.device.type == "cpu" and not logits.amax(dim=-1).isfinite().all():
+    if logits.device.type == "cpu" and not all(map(math.isfinite, logits.amax(dim=-1).tolist())):
         raise ValueError("the model's logits are not finite numbers, so no token can be drawn from them")
     if temperature == 0:
         return logits.argmax(dim=-1, keepdim=True)
@@ -107,9 +109,12 @@ def continuations(
     cache = model.new_cache(len(prompts), last + 1, scaling_length)
     at = min(map(len, prompts))
     chunk = torch.stack([prompt[:at] for prompt in prompts]).to(device)
+    step = None
     with evaluating(model):
         while left:
-            logits = model(chunk, cache=cache)[:, -1]
+            if step is None and cache.length:
+                step = one_token_steps(model, cache, last + 1 - at)
+            logits = step(chunk) if step else model(chunk, cache=cache)[:, -1]
             chunk = torch.zeros((len(prompts), 1), dtype=torch.int64, device=device)
             drawn = {}
             for row, prompt in enumerate(prompts):
