@@ -89,6 +89,8 @@ class Trainer:
         self.precision = runs.pick_precision(config.precision, self.device)
         self.sharded = config.sharding == "fsdp"
         runs.check_sharding(config.sharding, self.device, self.precision, config.train.compile)
+        if config.train.flex_attention:
+            runs.check_flex(self.device, gpt_config, config.deterministic)
         runs.set_numerics(config.train.tf32 and self.device.type == "cuda", config.deterministic)
         if config.preset == "gpu" and self.device.type != "cuda":
             log.warning("preset=gpu is meant for a CUDA device, and this run uses %s: expect days", self.device)
@@ -119,6 +121,7 @@ class Trainer:
             self.model = GPT(gpt_config)
             if config.init_from:
                 runs.start_from(self.model, Path(config.init_from).expanduser(), config.init_table)
+        self.model.flex_attention = config.train.flex_attention
         self._say_model()
         peak = speed.peak_flops(self.device, config.train.peak_flops)
         self.peak = peak and peak * ranks.world_size

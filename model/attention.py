@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from model import flex
 from model.positions import DistanceBias, PositionScheme
 
 # The largest block of biases that is formed at once, in numbers: 32 MiB of float32. A bias for all of
@@ -31,11 +32,11 @@ class Biases:
     """What a pass adds to its scores: the scheme's bias, and -inf where a key is later than the query.
 
     positions: int64 (Tk,), of the keys; the queries have the last of them. newest: int64 (1,), the position of a single
-    query that is not the last of them: keys past it are room not yet filled.
+    query that is not the last of them: keys past it are room not yet filled. flex: FlexAttention where it goes.
     """
 
-    def __init__(self, scheme: PositionScheme, positions: Tensor, newest: Tensor | None = None):
-        self.scheme, self.positions, self.newest = scheme, positions, newest
+    def __init__(self, scheme: PositionScheme, positions: Tensor, newest: Tensor | None = None, flex: bool = False):
+        self.scheme, self.positions, self.newest, self.flex = scheme, positions, newest, flex
         self.kept: Tensor | None = None  # for the next layer, where it is one block and does not depend on the layer
 
     def where(self, start: int, part: int, Tq: int) -> tuple[Tensor, Tensor]:
@@ -53,6 +54,12 @@ class Biases:
             self.kept = bias
         return bias
 
+    def by_distance(self) -> Tensor:
+        """A DistanceBias for each distance that there is, float32 (H, Tk)."""
+        if self.kept is None:
+            self.kept = self.scheme.by_distance(torch.arange(len(self.positions), device=self.positions.device))
+        return self.kept
+
 
 def softmax_attention(q: Tensor, k: Tensor, v: Tensor, biases: Biases, dropout: float = 0.0) -> Tensor:
     """softmax(q kᵀ / √head_dim + bias) v, (B, H, Tq, head_dim), each query seeing the keys up to its own position.
@@ -63,6 +70,8 @@ def softmax_attention(q: Tensor, k: Tensor, v: Tensor, biases: Biases, dropout: 
     Tq, Tk = q.shape[2], k.shape[2]
     scheme, positions = biases.scheme, biases.positions
     H, grouped = q.shape[1], q.shape[1] != k.shape[1]
+    if biases.flex and isinstance(scheme, DistanceBias) and Tq == Tk and Tk % flex.BLOCK == 0 and not dropout:
+        return flex.flex_attention(q, k, v, biases.by_distance())
     plain = scheme.weighs_values or _plain_is_faster(q)
     if not scheme.biased and not plain:
         mask, causal = None, False

@@ -101,6 +101,7 @@ class GPT(nn.Module):
             way_out = "use fewer layers or heads, a smaller head_dim or vocabulary"
             check_memory(4 * count, f"the model's {count:,} parameters", way_out)
         self.config = config
+        self.flex_attention = False  # true: train biased schemes with it, on CUDA (model/flex.py)
         self.embedding = nn.Embedding(config.padded_vocab_size, config.width)
         self.dropout = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
@@ -202,7 +203,8 @@ class GPT(nn.Module):
         rows = F.embedding(tokens, self.embedding.weight, sparse=on_cpu)
         x = self.dropout(self.pos.embed(rows, new))  # (B, T, D)
         newest = cache.newest if isinstance(cache, KVCache) else None
-        step = Step(Biases(self.pos, positions, newest), self.pos.rotation(new, length), cache)
+        biases = Biases(self.pos, positions, newest, self.flex_attention and self.training)
+        step = Step(biases, self.pos.rotation(new, length), cache)
         for block in self.blocks:
             x = block(x, step)
         return self.norm(x)

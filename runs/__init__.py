@@ -1,7 +1,7 @@
 """What train.py and eval.py share, and model/ must not know: settings, devices, processes, the run folder, wandb."""
 
 from runs.checks import check_settings
-from runs.devices import autocast, device_name, pick_device, pick_precision, set_numerics
+from runs.devices import autocast, check_flex, device_name, pick_device, pick_precision, set_numerics
 from runs.folder import MetricsFile, is_reported, latest_run, only_one, provenance, run_dir
 from runs.origin import agreement, from_source, repeated_config, resumed_config, start_from
 from runs.processes import Ranks, all_jobs, join_processes
@@ -25,6 +25,7 @@ __all__ = [
     "all_jobs",
     "autocast",
     "averaging",
+    "check_flex",
     "check_settings",
     "check_sharding",
     "check_source",

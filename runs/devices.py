@@ -8,6 +8,8 @@ from pathlib import Path
 
 import torch
 
+from model import GPTConfig
+from model.flex import BLOCK
 from speed import keep_memory
 
 
@@ -60,6 +62,19 @@ def set_numerics(tf32: bool, deterministic: bool) -> None:
         torch.use_deterministic_algorithms(deterministic)
     torch.backends.cudnn.benchmark = False
     torch.set_float32_matmul_precision("high" if tf32 else "highest")
+
+
+def check_flex(device: torch.device, config: GPTConfig, deterministic: bool) -> None:
+    """Raise ValueError where train.flex_attention=true does not go, saying what to use."""
+    asked = "train.flex_attention=true"
+    if device.type != "cuda":
+        raise ValueError(f"{asked}: not on device={device.type}; use device=cuda, or false")
+    if config.train_length % BLOCK:
+        raise ValueError(f"{asked}: model.train_length={config.train_length}; use a multiple of {BLOCK}, or false")
+    if config.dropout:
+        raise ValueError(f"{asked}: no model.dropout={config.dropout}; use 0, or false")
+    if deterministic:
+        raise ValueError(f"{asked}: not proven to give the same bits each time; use deterministic=false, or false")
 
 
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}

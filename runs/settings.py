@@ -50,6 +50,7 @@ class TrainSettings:
     beta2: float = MISSING
     grad_clip: float = MISSING
     compile: Any = False
+    flex_attention: bool = False
     tf32: bool = True
     peak_flops: float | None = None
     eval_every: int = MISSING

@@ -1,5 +1,6 @@
 """Every choice of every group composes, passes its schema, and builds what it describes."""
 
+import contextlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from eval import EvalConfig, default_lengths
 from model import GPT, GPTConfig
 from model.positions import SCHEMES
 from model.scaling import SCALINGS, complete_scaling
-from runs import Ranks, TrainConfig, check_settings, checked
+from runs import Ranks, TrainConfig, check_flex, check_settings, checked
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 GROUPS = ("preset", "model", "pos", "scaling", "data", "tokenizer", "experiment")
@@ -140,6 +141,22 @@ def test_wrong_settings_are_refused_by_name(override, words):
         config = composed("preset=cpu", override)
         check_settings(config, Ranks())
         DataConfig(**config.data)
+
+
+@pytest.mark.parametrize(
+    ("device", "shape", "deterministic", "words"),
+    [
+        ("cpu", {}, False, r"flex_attention=true: not on device=cpu; use device=cuda"),
+        ("cuda", {"train_length": 100}, False, r"model\.train_length=100; use a multiple of 128"),
+        ("cuda", {"dropout": 0.1}, False, r"model\.dropout=0\.1; use 0"),
+        ("cuda", {}, True, r"deterministic=false"),
+        ("cuda", {}, False, None),
+    ],
+)
+def test_flex_attention_is_refused_where_it_does_not_go(device, shape, deterministic, words):
+    config = GPTConfig(vocab_size=257, **{"train_length": 256, **shape})
+    with pytest.raises(ValueError, match=words) if words else contextlib.nullcontext():
+        check_flex(torch.device(device), config, deterministic)
 
 
 def test_evaluation_settings_are_checked():
