@@ -25,7 +25,7 @@ def _plain_is_faster(q: Tensor) -> bool:
     They round the scores once more, so that a pass without gradients, by which models are measured, keeps that one.
     """
     trains = torch.is_grad_enabled() and q.requires_grad
-    return q.device.type == "cpu" and q.dtype == torch.bfloat16 and trains and not torch.compiler.is_compiling()
+    return q.device.type == "cpu" and q.dtype == torch.bfloat16 and trains
 
 
 class Biases:

@@ -55,6 +55,7 @@ def rotary_tables(positions: Tensor, inv_freq: Tensor, attention_scale: float = 
     angles = positions.to(inv_freq.dtype)[:, None] * inv_freq.to(positions.device)
     return angles.cos() * attention_scale, angles.sin() * attention_scale
 
+PIECE = 2**19  # numbers turned at a time: in float32 a few of them fit into the caches
 
 class _Turn(torch.autograd.Function):
     """Its backward pass is the rotation the other way: half the time of what autograd makes of the slices."""
@@ -73,11 +74,15 @@ class _Turn(torch.autograd.Function):
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor, first: slice, second: slice) -> Tensor:
     """cos: a factor of every dimension, (T, head_dim); sin: of every plane's first one, (T, planes), and minus that."""
-    wide = x.to(cos.dtype)
-    out = wide * cos
-    out[..., first].addcmul_(wide[..., second], sin[0])
-    out[..., second].addcmul_(wide[..., first], sin[1])
-    return out.to(x.dtype)
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    rows = max(1, PIECE * len(x) // max(1, x.numel()))
+    for part, turned in zip(x.split(rows), out.split(rows), strict=True):
+        wide = part.to(cos.dtype, memory_format=torch.contiguous_format)
+        product = wide * cos
+        product[..., first].addcmul_(wide[..., second], sin[0])
+        product[..., second].addcmul_(wide[..., first], sin[1])
+        turned.copy_(product)
+    return out
 
 
 class Rotation:

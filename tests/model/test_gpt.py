@@ -1,11 +1,13 @@
 """The network against GPT-2 in another library, closed forms, and what any causal language model must do."""
 
 import math
+import shutil
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+import model.attention
 from model import GPT, GPTConfig
 from model.positions import SCHEMES
 from tests.helpers import ALL_SCHEMES, random_tokens, scheme_id, small_model
@@ -253,3 +255,24 @@ def test_compiled_model_is_the_model_in_one_graph_up_to_its_losses(pos, attentio
         losses.append((nll.detach(), [parameter.grad for parameter in model.parameters()]))
     torch.testing.assert_close(losses[1], losses[0])
     assert sum(len(graph.graph.nodes) > 10 for graph in graphs) == 1
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+@pytest.mark.parametrize("plain", [False, True], ids=["fused", "plain"])
+@pytest.mark.parametrize("pos", [pos for pos in ALL_SCHEMES if len(pos) == 1], ids=scheme_id)
+def test_compiled_training_is_float64s(pos, plain, monkeypatch):
+    """What the compiler makes of the model, not only what it is given: losses and gradients, in float32."""
+    if plain and SCHEMES[pos["name"]].weighs_values:
+        return  # is plain anyway
+    exact = small_model(pos, n_layer=1, train_length=64).train()
+    compiled = small_model(pos, torch.float32, n_layer=1, train_length=64).train()
+    tokens = random_tokens(exact, 2, 65)
+    expected = exact(tokens[:, :-1], targets=tokens[:, 1:])
+    expected.square().mean().backward()
+    monkeypatch.setattr(model.attention, "_plain_is_faster", lambda q: plain)
+    torch.compiler.reset()
+    found = torch.compile(compiled)(tokens[:, :-1], targets=tokens[:, 1:])
+    found.square().mean().backward()
+    torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-4)
+    for (name, mine), theirs in zip(compiled.named_parameters(), exact.parameters(), strict=True):
+        assert (mine.grad.double() - theirs.grad).norm() < 2e-4 * theirs.grad.norm() + 1e-7, name

@@ -83,3 +83,11 @@ def test_what_cannot_be_continued_is_refused_before_any_work():
             together(model, prompts, new)
     with pytest.raises(ValueError, match="temperature=-1"):
         sample(torch.zeros(1, 4), -1)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("bad", [[float("nan"), 0.0], [float("inf"), 0.0], [-float("inf")] * 2])
+def test_logits_without_a_largest_are_refused_in_any_row(bad, temperature):
+    with pytest.raises(ValueError, match="not finite numbers"):
+        sample(torch.tensor([[1.0, 2.0], bad]), temperature)
+    assert sample(torch.tensor([[1.0, 2.0], [-float("inf"), 0.0]]), temperature)[1].item() == 1
