@@ -55,7 +55,9 @@ def rotary_tables(positions: Tensor, inv_freq: Tensor, attention_scale: float = 
     angles = positions.to(inv_freq.dtype)[:, None] * inv_freq.to(positions.device)
     return angles.cos() * attention_scale, angles.sin() * attention_scale
 
+
 PIECE = 2**19  # numbers turned at a time: in float32 a few of them fit into the caches
+
 
 class _Turn(torch.autograd.Function):
     """Its backward pass is the rotation the other way: half the time of what autograd makes of the slices."""
