@@ -1,10 +1,13 @@
 """Rotary position embedding as plain functions (Su et al. 2021, "RoFormer", section 3.2 and equation 34)."""
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from model.checks import FLOATS, check_tensor, check_whole, is_number
 from model.scaling import complete_scaling, scaled
+
+PIECE = 2**19  # numbers that a CPU turns at a time: in float32 a few of them fit into its caches
 
 
 def plain_frequencies(rotary_width: int, base: float, device: torch.device | str = "cpu") -> Tensor:
@@ -52,11 +55,9 @@ def rotary_tables(positions: Tensor, inv_freq: Tensor, attention_scale: float = 
     Rotation then rounds them to its own precision.
     """
     inv_freq = inv_freq.to(torch.promote_types(inv_freq.dtype, torch.float32))
-    angles = positions.to(inv_freq.dtype)[:, None] * inv_freq.to(positions.device)
-    return angles.cos() * attention_scale, angles.sin() * attention_scale
-
-
-PIECE = 2**19  # numbers turned at a time: in float32 a few of them fit into the caches
+    angles = positions[:, None] * inv_freq.to(positions.device)
+    tables = angles.cos(), angles.sin()
+    return tables if attention_scale == 1 else tuple(table * attention_scale for table in tables)
 
 
 class _Turn(torch.autograd.Function):
@@ -76,14 +77,20 @@ class _Turn(torch.autograd.Function):
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor, first: slice, second: slice) -> Tensor:
     """cos: a factor of every dimension, (T, head_dim); sin: of every plane's first one, (T, planes), and minus that."""
+    if x.device.type != "cpu" or x.numel() <= PIECE or len(x) == 1:
+        return _product(x, cos, sin, first, second).to(x.dtype)
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    rows = max(1, PIECE * len(x) // max(1, x.numel()))
+    rows = max(1, PIECE * len(x) // x.numel())
     for part, turned in zip(x.split(rows), out.split(rows), strict=True):
-        wide = part.to(cos.dtype, memory_format=torch.contiguous_format)
-        product = wide * cos
-        product[..., first].addcmul_(wide[..., second], sin[0])
-        product[..., second].addcmul_(wide[..., first], sin[1])
-        turned.copy_(product)
+        turned.copy_(_product(part, cos, sin, first, second))
+    return out
+
+
+def _product(x: Tensor, cos: Tensor, sin: Tensor, first: slice, second: slice) -> Tensor:
+    wide = x.to(cos.dtype, memory_format=torch.contiguous_format)
+    out = wide * cos
+    out[..., first].addcmul_(wide[..., second], sin[0])
+    out[..., second].addcmul_(wide[..., first], sin[1])
     return out
 
 
@@ -107,10 +114,11 @@ class Rotation:
     def __call__(self, x: Tensor) -> Tensor:
         dtype = torch.promote_types(x.dtype, torch.float32)
         if self.tables is None or self.tables[0].dtype != dtype:
-            factors = torch.ones((len(self.cos), x.shape[-1]), dtype=dtype, device=x.device)  # 1: what does not turn
-            factors[:, self.first] = factors[:, self.second] = self.cos.to(dtype)
-            sin = self.sin.to(dtype)
-            self.tables = factors, torch.stack((-sin, sin))
+            tables = torch.stack((self.cos, -self.sin, self.sin)).to(dtype)
+            cos, sin = tables[0], tables[1:]
+            cos = torch.cat((cos, cos), dim=-1) if self.first.step is None else cos.repeat_interleave(2, dim=-1)
+            rest = x.shape[-1] - cos.shape[-1]  # dimensions that do not turn
+            self.tables = F.pad(cos, (0, rest), value=1.0) if rest else cos, sin
         if torch.compiler.is_compiling():  # which makes one kernel of plain operations, and their gradient
             return self._plain(x)
         turn = _Turn.apply if torch.is_grad_enabled() and x.requires_grad else _turn

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from model import GPT, GPTConfig
-from model.positions import SCHEMES, PositionScheme, complete_scheme
+from model.positions import SCHEMES, DistanceBias, PositionScheme, complete_scheme
 from tests.helpers import ALL_SCHEMES, cached_logits, random_tokens, scheme_id, small_model
 
 every_scheme = pytest.mark.parametrize("pos", ALL_SCHEMES, ids=scheme_id)
@@ -161,17 +161,25 @@ def test_check_sees_cached_keys_rotated_again(chunks, monkeypatch):
     assert (cached_logits(model, tokens, chunks) - full).abs().max() > 0.01
 
 
-def test_a_new_scheme_needs_one_class_and_one_line(monkeypatch):
+@pytest.mark.parametrize("by_distance", [True, False])
+def test_a_new_scheme_needs_one_class_and_one_line(by_distance, monkeypatch):
     """The README's example: a linear distance penalty (Press et al. 2021) with one slope for all heads."""
 
-    class Slope(PositionScheme):
+    class Slope(DistanceBias if by_distance else PositionScheme):
         def __init__(self, config, *, slope: float = 0.1):
             super().__init__(config)
             self.slope, self.n_head = slope, config.n_head
 
-        def bias(self, queries, query_positions, key_positions):
-            distance = (query_positions[:, None] - key_positions).float()
-            return (-self.slope * distance).expand(self.n_head, -1, -1)
+        if by_distance:
+
+            def by_distance(self, distances):
+                return (-self.slope * distances.float()).expand(self.n_head, -1)
+
+        else:
+
+            def bias(self, queries, query_positions, key_positions):
+                distance = (query_positions[:, None] - key_positions).float()
+                return (-self.slope * distance).expand(self.n_head, -1, -1)
 
     monkeypatch.setitem(SCHEMES, "slope", Slope)
     model = small_model({"name": "slope", "slope": 0.25})
@@ -180,6 +188,9 @@ def test_a_new_scheme_needs_one_class_and_one_line(monkeypatch):
     full = model(tokens)
     torch.testing.assert_close(cached_logits(model, tokens, [5, 3]), full, rtol=0, atol=1e-6)  # a float32 bias
     assert not torch.allclose(full, small_model({"name": "none"})(tokens))
+    alibi = small_model({"name": "alibi"})
+    monkeypatch.setattr(alibi.pos, "slopes", lambda device: torch.full((4,), 0.25, device=device))
+    torch.testing.assert_close(full, alibi(tokens), rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize(
