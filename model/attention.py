@@ -120,6 +120,8 @@ def _scores(q: Tensor, k: Tensor, bias: Tensor) -> Tensor:
 
 def masked_bias(q: Tensor, scheme: PositionScheme, at: Tensor, key_positions: Tensor) -> Tensor:
     """The scheme's bias, and -inf where a key is later than the query: (1 or B, 1 or H, Tq, Tk) in q's dtype."""
+    if isinstance(scheme, DistanceBias):
+        return scheme.bias(q, at, key_positions)[None]
     later = key_positions > at[:, None]
     if scheme.biased:
         bias = scheme.bias(q, at, key_positions)

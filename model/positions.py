@@ -158,11 +158,15 @@ class DistanceBias(PositionScheme):
         raise NotImplementedError
 
     def bias(self, queries: Tensor, query_positions: Tensor, key_positions: Tensor) -> Tensor:
-        # Formed for Tq + Tk - 1 distances, not Tq · Tk pairs, so that a table's gradient is summed along diagonals
-        # and not gathered number by number. What later keys get is masked.
+        """In the queries' dtype, and -inf for later keys.
+
+        Formed for Tq + Tk - 1 distances, not Tq · Tk pairs: a table's gradient is then summed along diagonals, and not
+        gathered number by number.
+        """
         Tq, Tk = len(query_positions), len(key_positions)
         distances = query_positions[0] - key_positions[-1] + torch.arange(Tq + Tk - 1, device=key_positions.device)
-        return self.by_distance(distances.clamp(min=0)).unfold(-1, Tk, 1).flip(-1)  # (H, Tq, Tk)
+        by_distance = self.by_distance(distances.clamp(min=0)).masked_fill(distances < 0, -math.inf)
+        return by_distance.to(queries.dtype).unfold(-1, Tk, 1).flip(-1)  # (H, Tq, Tk)
 
 
 class ALiBi(DistanceBias):

@@ -161,16 +161,16 @@ def test_check_sees_cached_keys_rotated_again(chunks, monkeypatch):
     assert (cached_logits(model, tokens, chunks) - full).abs().max() > 0.01
 
 
-@pytest.mark.parametrize("by_distance", [True, False])
-def test_a_new_scheme_needs_one_class_and_one_line(by_distance, monkeypatch):
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_new_scheme_needs_one_class_and_one_line(alone, monkeypatch):
     """The README's example: a linear distance penalty (Press et al. 2021) with one slope for all heads."""
 
-    class Slope(DistanceBias if by_distance else PositionScheme):
+    class Slope(DistanceBias if alone else PositionScheme):
         def __init__(self, config, *, slope: float = 0.1):
             super().__init__(config)
             self.slope, self.n_head = slope, config.n_head
 
-        if by_distance:
+        if alone:  # decided by distance and head alone
 
             def by_distance(self, distances):
                 return (-self.slope * distances.float()).expand(self.n_head, -1)
