@@ -46,19 +46,13 @@ class Biases:
 
     def __call__(self, q: Tensor, start: int, Tq: int) -> Tensor:
         """For a part of the Tq queries, (B, H, rows, head_dim), from `start` on: (1 or B, 1 or H, rows, seen keys)."""
-        if self.kept is not None:
+        shared = q.shape[2] == Tq and (isinstance(self.scheme, DistanceBias) or not self.scheme.biased)
+        if shared and self.kept is not None:
             return self.kept
-        at, key_positions = self.where(start, q.shape[2], Tq)
-        bias = masked_bias(q, self.scheme, at, key_positions)
-        if q.shape[2] == Tq and (isinstance(self.scheme, DistanceBias) or not self.scheme.biased):
+        bias = masked_bias(q, self.scheme, *self.where(start, q.shape[2], Tq))
+        if shared:
             self.kept = bias
         return bias
-
-    def by_distance(self) -> Tensor:
-        """A DistanceBias for each distance that there is, float32 (H, Tk)."""
-        if self.kept is None:
-            self.kept = self.scheme.by_distance(torch.arange(len(self.positions), device=self.positions.device))
-        return self.kept
 
 
 def softmax_attention(q: Tensor, k: Tensor, v: Tensor, biases: Biases, dropout: float = 0.0) -> Tensor:
@@ -71,7 +65,7 @@ def softmax_attention(q: Tensor, k: Tensor, v: Tensor, biases: Biases, dropout: 
     scheme, positions = biases.scheme, biases.positions
     H, grouped = q.shape[1], q.shape[1] != k.shape[1]
     if biases.flex and isinstance(scheme, DistanceBias) and Tq == Tk and Tk % flex.BLOCK == 0 and not dropout:
-        return flex.flex_attention(q, k, v, biases.by_distance())
+        return flex.flex_attention(q, k, v, scheme.by_distance(torch.arange(Tk, device=q.device)))
     plain = scheme.weighs_values or _plain_is_faster(q)
     if not scheme.biased and not plain:
         mask, causal = None, False

@@ -282,12 +282,12 @@ class GPT(nn.Module):
         if max_new_tokens:
             self.pos.check_position(last)
         cache = self.new_cache(B, last + 1, scaling_length) if use_cache and max_new_tokens else None
-        text = torch.cat((tokens, tokens.new_zeros(B, max_new_tokens)), dim=1)
+        text = F.pad(tokens.long(), (0, max_new_tokens))
         with torch.inference_mode(), evaluating(self):
             step = None
             for t in range(T, T + max_new_tokens):
                 if step is None and cache is not None and cache.length:
-                    step = one_token_steps(self, cache, T + max_new_tokens - t)
+                    step = one_token_steps(self, cache)
                 if step:
                     logits = step(text[:, t - 1 : t])
                 else:

@@ -17,6 +17,16 @@ from model.cache import Cache, KVCache
 ROOM = 256
 WORTH = 32  # steps that pay for a capture
 
+aten = torch.ops.aten
+# Refused though no tag says so: resolve_neg is what .tolist() and .numpy() call; the others are sized by numbers.
+REFUSED = {
+    aten.resolve_neg.default,
+    aten.where.default,
+    aten.nonzero_numpy.default,
+    aten.repeat_interleave.self_Tensor,
+    aten.tensor_split.tensor_indices_or_sections,
+}
+
 
 class CannotCaptureError(Exception):
     """An operation of the step cannot be repeated without Python."""
@@ -44,8 +54,9 @@ class Tape(TorchDispatchMode):
         kwargs = kwargs or {}
         result = op(*args, **kwargs)
         read, made = list(_tensors((*args, *kwargs.values()))), list(_tensors((result,)))
-        indexing = op is torch.ops.aten.index.Tensor and not any(x.dtype == torch.bool for x in read[1:])
-        if (read and not made) or (torch.Tag.dynamic_output_shape in op.tags and not indexing):
+        by_mask = any(x.dtype in (torch.bool, torch.uint8) for x in read[1:])
+        sized_by_numbers = torch.Tag.dynamic_output_shape in op.tags and (op is not aten.index.Tensor or by_mask)
+        if (read and not made) or sized_by_numbers or op in REFUSED:
             raise CannotCaptureError(str(op))
         self.seen.append((op, args, kwargs, result, read, made))
         return result
@@ -54,9 +65,9 @@ class Tape(TorchDispatchMode):
         super().__exit__(kind, *error)
         if kind is not None:
             return
-        for op, args, *_ in self.seen:  # what is written in place has to be made anew each time, too
-            written = zip(args, op._schema.arguments, strict=False)
-            self.varying |= {_memory(x) for x, about in written if about.is_write}
+        for op, _, _, _, read, _ in self.seen:
+            if op._schema.is_mutable:  # what is written in place has to be made anew each time, too
+                self.varying |= set(map(_memory, read))
         for op, args, kwargs, result, read, made in self.seen:
             memory, new = set(map(_memory, read)), set(map(_memory, made))
             random = torch.Tag.nondeterministic_seeded in op.tags
@@ -127,13 +138,13 @@ def _out_form(op):
     return None
 
 
-def one_token_steps(model, held: Cache, steps: int) -> Callable[[Tensor], Tensor]:
-    """A function that is to be called `steps` times: token int64 (B, 1) -> logits (B, V) of the next one.
+def one_token_steps(model, held: Cache) -> Callable[[Tensor], Tensor]:
+    """A function for the cache's remaining room: token int64 (B, 1) -> logits (B, V) of the next one.
 
     held: a cache with at least one token, for nothing else from then on. The logits may be overwritten by the next
     call. They are those of the model's passes of one token, which it also falls back to.
     """
-    if can_graph(model, held) and (steps >= WORTH or held.keys.is_cuda):
+    if can_graph(model, held) and (held.max_length - held.length >= WORTH or held.keys.is_cuda):
         try:
             return GraphedStep(model, held)
         except CannotCaptureError:
@@ -147,9 +158,10 @@ def can_graph(model, held: Cache) -> bool:
     Not for linear attention, whose state is a new tensor each step, nor where the frequencies change on the way, nor
     under autocast, which keeps casts of the weights between steps. On CUDA, where it was not tried, under no scaling.
     """
-    if not isinstance(held, KVCache) or torch.is_autocast_enabled(held.keys.device.type):
+    hooked = any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    if hooked or not isinstance(held, KVCache) or torch.is_autocast_enabled(held.keys.device.type):
         return False
-    first, last = (held.scaling_length or length for length in (held.length + 1, held.max_length))
+    first, last = (held.scaling_length or length for length in (held.length, held.max_length))
     device, scaled = held.keys.device.type, model.config.scaling is not None
     return (device == "cpu" or (device == "cuda" and not scaled)) and model.pos.regime(first) == model.pos.regime(last)
 
@@ -170,13 +182,10 @@ class GraphedStep:
         if self.length == self.held.room:
             self._capture()
         self.token.copy_(token)
+        self.held.newest.fill_(self.length)
         self.replay()
         self.length += 1
         return self.logits
-
-    def _step(self) -> None:
-        self.logits = self.model.fixed_step(self.token, self.held)
-        self.held.newest += 1
 
     def _capture(self) -> None:
         held = self.held
@@ -190,11 +199,10 @@ class GraphedStep:
             torch.cuda.current_stream().wait_stream(stream)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
-                self._step()
+                self.logits = self.model.fixed_step(self.token, held)
             self.replay = graph.replay
         else:
             held.room = min(held.max_length, max(ROOM, 2 * held.room))
             with Tape(self.token, held.newest, held.keys, held.values) as tape:
-                self._step()  # at this position, and in the end once more: the first replay writes the same again
-            held.newest.fill_(self.length)
+                self.logits = self.model.fixed_step(self.token, held)
             self.replay = tape.replay

@@ -166,7 +166,7 @@ class DistanceBias(PositionScheme):
         Tq, Tk = len(query_positions), len(key_positions)
         distances = query_positions[0] - key_positions[-1] + torch.arange(Tq + Tk - 1, device=key_positions.device)
         by_distance = self.by_distance(distances.clamp(min=0)).masked_fill(distances < 0, -math.inf)
-        return by_distance.to(queries.dtype).unfold(-1, Tk, 1).flip(-1)  # (H, Tq, Tk)
+        return by_distance.unfold(-1, Tk, 1).to(queries.dtype).flip(-1)  # (H, Tq, Tk)
 
 
 class ALiBi(DistanceBias):

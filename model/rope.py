@@ -77,7 +77,7 @@ class _Turn(torch.autograd.Function):
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor, first: slice, second: slice) -> Tensor:
     """cos: a factor of every dimension, (T, head_dim); sin: of every plane's first one, (T, planes), and minus that."""
-    if x.device.type != "cpu" or x.numel() <= PIECE or len(x) == 1:
+    if x.device.type != "cpu" or x.numel() <= PIECE or x.ndim < 3 or len(x) == 1:
         return _product(x, cos, sin, first, second).to(x.dtype)
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     rows = max(1, PIECE * len(x) // x.numel())

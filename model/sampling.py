@@ -113,7 +113,7 @@ def continuations(
     with evaluating(model):
         while left:
             if step is None and cache.length:
-                step = one_token_steps(model, cache, last + 1 - at)
+                step = one_token_steps(model, cache)
             logits = step(chunk) if step else model(chunk, cache=cache)[:, -1]
             chunk = torch.zeros((len(prompts), 1), dtype=torch.int64, device=device)
             drawn = {}

@@ -171,3 +171,17 @@ def test_what_the_compiler_gets_turns_the_same_way(layout, planes):
     torch.testing.assert_close(plain, turn(x), rtol=0, atol=1e-12)
     torch.testing.assert_close(torch.autograd.grad(plain, x, upstream)[0], expected, rtol=0, atol=1e-12)
     assert turn._plain(x.bfloat16()).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("shape", [(5, 2, 7, 16), (3, 7, 16), (7, 16)])
+def test_pieces_change_nothing(shape, monkeypatch):
+    g = torch.Generator().manual_seed(0)
+    x, upstream = (torch.randn(shape, generator=g, dtype=torch.float64) for _ in range(2))
+    positions, inv_freq, found = torch.arange(7), rope_frequencies(16)[0], []
+    for piece in (10**9, 60):
+        monkeypatch.setattr("model.rope.PIECE", piece)
+        rows = x.clone().requires_grad_()
+        y = rotate(rows, positions, inv_freq)
+        y.backward(upstream)
+        found.append((y.detach(), rows.grad))
+    assert all(map(torch.equal, *found))
