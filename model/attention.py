@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from model import flex
-from model.positions import DistanceBias, PositionScheme
+from model.positions import PositionScheme
 
 # The largest block of biases that is formed at once, in numbers: 32 MiB of float32. A bias for all of
 # 12 heads and 8,192 tokens would be a hundred times that.
@@ -32,21 +32,22 @@ class Biases:
     """What a pass adds to its scores: the scheme's bias, and -inf where a key is later than the query.
 
     positions: int64 (Tk,), of the keys; the queries have the last of them. newest: int64 (1,), the position of a single
-    query that is not the last of them: keys past it are room not yet filled. flex: FlexAttention where it goes.
+    query that is not the last of them: keys past it are room not yet filled. flexible: FlexAttention where it goes.
     """
 
-    def __init__(self, scheme: PositionScheme, positions: Tensor, newest: Tensor | None = None, flex: bool = False):
-        self.scheme, self.positions, self.newest, self.flex = scheme, positions, newest, flex
+    def __init__(self, scheme: PositionScheme, positions: Tensor, newest: Tensor | None = None, flexible: bool = False):
+        self.scheme, self.positions, self.newest, self.flexible = scheme, positions, newest, flexible
         self.kept: Tensor | None = None  # for the next layer, where it is one block and does not depend on the layer
 
     def where(self, start: int, part: int, Tq: int) -> tuple[Tensor, Tensor]:
         """Positions of `part` of the Tq queries from `start` on, and of the keys that they may see."""
         seen = len(self.positions) - Tq + start + part
-        return self.positions[seen - part : seen] if self.newest is None else self.newest, self.positions[:seen]
+        at = self.positions[seen - part : seen] if self.newest is None else self.newest
+        return at, self.positions[:seen]
 
     def __call__(self, q: Tensor, start: int, Tq: int) -> Tensor:
         """For a part of the Tq queries, (B, H, rows, head_dim), from `start` on: (1 or B, 1 or H, rows, seen keys)."""
-        shared = q.shape[2] == Tq and (isinstance(self.scheme, DistanceBias) or not self.scheme.biased)
+        shared = q.shape[2] == Tq and (self.scheme.shared or not self.scheme.biased)
         if shared and self.kept is not None:
             return self.kept
         bias = masked_bias(q, self.scheme, *self.where(start, q.shape[2], Tq))
@@ -64,7 +65,7 @@ def softmax_attention(q: Tensor, k: Tensor, v: Tensor, biases: Biases, dropout: 
     Tq, Tk = q.shape[2], k.shape[2]
     scheme, positions = biases.scheme, biases.positions
     H, grouped = q.shape[1], q.shape[1] != k.shape[1]
-    if biases.flex and isinstance(scheme, DistanceBias) and Tq == Tk and Tk % flex.BLOCK == 0 and not dropout:
+    if biases.flexible and scheme.shared and Tq == Tk and Tk % flex.BLOCK == 0 and not dropout:
         return flex.flex_attention(q, k, v, scheme.by_distance(torch.arange(Tk, device=q.device)))
     plain = scheme.weighs_values or _plain_is_faster(q)
     if not scheme.biased and not plain:
@@ -114,7 +115,7 @@ def _scores(q: Tensor, k: Tensor, bias: Tensor) -> Tensor:
 
 def masked_bias(q: Tensor, scheme: PositionScheme, at: Tensor, key_positions: Tensor) -> Tensor:
     """The scheme's bias, and -inf where a key is later than the query: (1 or B, 1 or H, Tq, Tk) in q's dtype."""
-    if isinstance(scheme, DistanceBias):
+    if scheme.shared:  # and masked
         return scheme.bias(q, at, key_positions)[None]
     later = key_positions > at[:, None]
     if scheme.biased:

@@ -133,7 +133,8 @@ def _out_form(op):
         form = getattr(op.overloadpacket, name)
         out = [about.name for about in form._schema.arguments if about.is_out]
         others = [(about.name, str(about.type)) for about in form._schema.arguments if not about.is_out]
-        if out == ["out"] and others == arguments and torch.Tag.generated not in form.tags:
+        generated = torch.Tag.generated in form.tags  # allocates and copies, too
+        if out == ["out"] and others == arguments and not generated:
             return form
     return None
 
@@ -156,7 +157,8 @@ def can_graph(model, held: Cache) -> bool:
     """Whether every step is the same kernels on the same tables.
 
     Not for linear attention, whose state is a new tensor each step, nor where the frequencies change on the way, nor
-    under autocast, which keeps casts of the weights between steps. On CUDA, where it was not tried, under no scaling.
+    under autocast, which keeps casts of the weights between steps, nor with hooks on modules, which a replay would not
+    call. On CUDA, where it was not tried, under no scaling.
     """
     hooked = any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
     if hooked or not isinstance(held, KVCache) or torch.is_autocast_enabled(held.keys.device.type):

@@ -7,7 +7,7 @@ A scheme acts at up to three hooks, always given explicit integer positions:
     bias(queries, query_positions, key_positions) (H, Tq, Tk) or (B, H, Tq, Tk), added to the attention scores
     and with it, for Shaw's scheme: values(weights, query_positions, key_positions), added to the attention's output
 
-A bias that only head and distance decide is a DistanceBias, which says what it is for each distance.
+A bias that head and distance alone decide is given by by_distance(distances), in place of `bias`.
 
 The base class does nothing at any of them, which makes it a scheme of its own: a causal model without positions
 (NoPE; Haviv et al. 2022, Kazemnejad et al. 2023). `rotation` returns a function, rather than taking the queries, so
@@ -35,9 +35,12 @@ class PositionScheme(nn.Module):
     max_length: int | None = None  # positions 0 to max_length - 1 exist; None: no limit
     rotates = False  # whether there are frequencies that a scaling could change
     biased = weighs_values = False  # whether the hooks `bias` and `values` are in use
+    shared = False  # whether the bias comes from by_distance, so that it is the same in every layer
 
     def __init_subclass__(cls) -> None:
-        cls.biased = cls.bias is not PositionScheme.bias
+        own = cls.bias is not PositionScheme.bias
+        cls.shared = not own and cls.by_distance is not PositionScheme.by_distance
+        cls.biased = own or cls.shared
         cls.weighs_values = cls.values is not PositionScheme.values
 
     def __init__(self, config):
@@ -59,12 +62,22 @@ class PositionScheme(nn.Module):
         """Equal for two lengths whose rotations are equal: a cache is computed anew when it changes."""
         return None
 
+    def by_distance(self, distances: Tensor) -> Tensor:
+        """A bias that head and distance alone decide: int64 (n,) of at least 0, tokens back -> float32 (H, n)."""
+        raise NotImplementedError
+
     def bias(self, queries: Tensor, query_positions: Tensor, key_positions: Tensor) -> Tensor:
         """queries (B, H, Tq, head_dim), as rotated. Called with a part of the queries at a time.
 
-        Both positions count on, one by one, from their first, which need not be 0; here and in values.
+        Both positions count on, one by one, from their first, which need not be 0; here and in values. What later keys
+        get does not matter. This one is by_distance's, in the queries' dtype, with -inf for later keys.
         """
-        raise NotImplementedError
+        # Of Tq + Tk - 1 distances, not Tq · Tk pairs: a table's gradient is then summed along diagonals, in float32,
+        # and not gathered number by number.
+        Tq, Tk = len(query_positions), len(key_positions)
+        distances = query_positions[0] - key_positions[-1] + torch.arange(Tq + Tk - 1, device=key_positions.device)
+        by_distance = self.by_distance(distances.clamp(min=0)).masked_fill(distances < 0, -math.inf)
+        return by_distance.unfold(-1, Tk, 1).to(queries.dtype).flip(-1)  # (H, Tq, Tk)
 
     def values(self, weights: Tensor, query_positions: Tensor, key_positions: Tensor) -> Tensor:
         """weights (B, H, Tq, Tk), after the softmax -> (B, H, Tq, head_dim)."""
@@ -150,26 +163,7 @@ class RotaryPositions(PositionScheme):
         return None if self.scaling is None else regime(self.scaling, self.train_length, length)
 
 
-class DistanceBias(PositionScheme):
-    """A bias that head and distance alone decide: the same in every layer, and equal along each diagonal."""
-
-    def by_distance(self, distances: Tensor) -> Tensor:
-        """int64 (n,), tokens from the key to the query, at least 0 -> float32 (H, n)."""
-        raise NotImplementedError
-
-    def bias(self, queries: Tensor, query_positions: Tensor, key_positions: Tensor) -> Tensor:
-        """In the queries' dtype, and -inf for later keys.
-
-        Formed for Tq + Tk - 1 distances, not Tq · Tk pairs: a table's gradient is then summed along diagonals, and not
-        gathered number by number.
-        """
-        Tq, Tk = len(query_positions), len(key_positions)
-        distances = query_positions[0] - key_positions[-1] + torch.arange(Tq + Tk - 1, device=key_positions.device)
-        by_distance = self.by_distance(distances.clamp(min=0)).masked_fill(distances < 0, -math.inf)
-        return by_distance.unfold(-1, Tk, 1).to(queries.dtype).flip(-1)  # (H, Tq, Tk)
-
-
-class ALiBi(DistanceBias):
+class ALiBi(PositionScheme):
     """Attention with linear biases: -slope · distance, a slope a head (Press et al. 2021, section 3). No weights."""
 
     def __init__(self, config):
@@ -190,7 +184,7 @@ class ALiBi(DistanceBias):
         return -self.slopes(distances.device)[:, None] * distances.float()
 
 
-class T5Bias(DistanceBias):
+class T5Bias(PositionScheme):
     """A learned bias a head and bucket of distances, one table for all layers (Raffel et al. 2019, section 2.1).
 
     Half of the buckets hold one distance each, the others widen logarithmically up to max_distance, and the last one

@@ -53,6 +53,31 @@ def test_plain_products_are_the_fused_kernel(pos, n_kv_head, monkeypatch):
         torch.testing.assert_close(product, fused, rtol=1e-5, atol=1e-8)
 
 
+@pytest.mark.parametrize("pos", [pos for pos in BIASED if SCHEMES[pos["name"]].shared], ids=scheme_id)
+def test_a_bias_by_distance_is_formed_once_a_pass(pos, monkeypatch):
+    network, calls = small_model(pos), []
+    real = network.pos.by_distance
+    monkeypatch.setattr(network.pos, "by_distance", lambda distances: calls.append(len(distances)) or real(distances))
+    network(random_tokens(network, 2, 20))
+    assert calls == [39]
+
+
+@pytest.mark.parametrize("pos", ALL_SCHEMES, ids=scheme_id)
+def test_layers_in_blocks_of_different_sizes(pos):
+    """In bfloat16 on a CPU a frozen layer attends by the fused kernel, at once, and the next by products, in blocks."""
+    network = small_model(pos, torch.float32, train_length=600).train()
+    for part in (network.embedding, network.pos, network.blocks[0]):
+        part.requires_grad_(False)
+    tokens = random_tokens(network, 1, 601)
+    with torch.autocast("cpu", torch.bfloat16):
+        losses = network(tokens[:, :-1], targets=tokens[:, 1:])
+        losses.mean().backward()
+        with torch.no_grad():
+            torch.testing.assert_close(
+                network(tokens[:, :-1], targets=tokens[:, 1:]).mean(), losses.mean(), atol=0.02, rtol=0
+            )
+
+
 @pytest.mark.parametrize("pos", ALL_SCHEMES, ids=scheme_id)
 def test_training_in_bfloat16_is_near_float64(pos):
     exact = small_model(pos).train()

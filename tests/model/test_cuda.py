@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from model.graph import can_graph
+from model.sampling import continuations
 from tests.helpers import ALL_SCHEMES, random_tokens, scheme_id, small_model
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -40,6 +41,10 @@ def test_graphed_decoding_gives_the_tokens_of_full_passes(pos, n_kv_head):
     with_cache = network.generate(prompt, 40)
     assert torch.equal(with_cache, network.generate(prompt, 40, use_cache=False))
     assert torch.equal(with_cache, network.generate(prompt, 40))
+    together = list(continuations(network, [prompt[0], prompt[1, :3]], 40))
+    assert [drawn[0] for drawn in together if 0 in drawn] == with_cache[0, 5:].tolist()
+    alone = network.generate(prompt[1:, :3], 40, use_cache=False)
+    assert [drawn[1] for drawn in together if 1 in drawn] == alone[0, 3:].tolist()
 
 
 def test_a_scaling_is_not_graphed():

@@ -7,10 +7,10 @@ import torch
 
 import model.flex
 from model.flex import BLOCK, flex_attention
-from model.positions import SCHEMES, DistanceBias
+from model.positions import SCHEMES
 from tests.helpers import ALL_SCHEMES, random_tokens, scheme_id, small_model
 
-FLEXIBLE = [pos for pos in ALL_SCHEMES if issubclass(SCHEMES[pos["name"]], DistanceBias)]
+FLEXIBLE = [pos for pos in ALL_SCHEMES if SCHEMES[pos["name"]].shared]
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: a CPU has no backward pass of it")
 
 

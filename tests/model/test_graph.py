@@ -78,6 +78,14 @@ def test_frequencies_that_change_are_not_captured():
 
 @pytest.mark.parametrize("pos", ALL_SCHEMES, ids=scheme_id)
 def test_generation_and_continuations_are_those_without_a_cache(pos, monkeypatch):
+    captured = []
+
+    class Counted(GraphedStep):
+        def _capture(self):
+            captured.append(self.length)
+            super()._capture()
+
+    monkeypatch.setattr(model.graph, "GraphedStep", Counted)
     monkeypatch.setattr(model.graph, "ROOM", 16)
     network = small_model(pos, train_length=90)
     prompts = [random_tokens(network, 1, length)[0] for length in (9, 4)]
@@ -88,6 +96,8 @@ def test_generation_and_continuations_are_those_without_a_cache(pos, monkeypatch
         for row, new in drawn.items():
             together[row].append(new)
     assert together == alone
+    assert captured == [9, 18, 36, 4, 16, 32, 4, 16, 32, 64][: len(captured)]
+    assert len(captured) > 8
 
 
 class Reading(SCHEMES["alibi"]):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from model import GPT, GPTConfig
-from model.positions import SCHEMES, DistanceBias, PositionScheme, complete_scheme
+from model.positions import SCHEMES, PositionScheme, complete_scheme
 from tests.helpers import ALL_SCHEMES, cached_logits, random_tokens, scheme_id, small_model
 
 every_scheme = pytest.mark.parametrize("pos", ALL_SCHEMES, ids=scheme_id)
@@ -165,7 +165,7 @@ def test_check_sees_cached_keys_rotated_again(chunks, monkeypatch):
 def test_a_new_scheme_needs_one_class_and_one_line(alone, monkeypatch):
     """The README's example: a linear distance penalty (Press et al. 2021) with one slope for all heads."""
 
-    class Slope(DistanceBias if alone else PositionScheme):
+    class Slope(PositionScheme):
         def __init__(self, config, *, slope: float = 0.1):
             super().__init__(config)
             self.slope, self.n_head = slope, config.n_head

@@ -70,6 +70,19 @@ def test_t5_bias_reads_one_table():
         assert bias[h, 185, 190].item() == pytest.approx(pos.table[0, h].item())
 
 
+def test_t5s_table_gets_its_gradient_in_float32():
+    """The scores are bfloat16; 1,024 of them a distance would lose the sum if they were added in that."""
+    exact = small_model({"name": "t5"}, train_length=1024).train()
+    rounded = small_model({"name": "t5"}, torch.float32, train_length=1024).train()
+    tokens = random_tokens(exact, 2, 1025)
+    exact(tokens[:, :-1], targets=tokens[:, 1:]).mean().backward()
+    with torch.autocast("cpu", torch.bfloat16):
+        losses = rounded(tokens[:, :-1], targets=tokens[:, 1:])
+    losses.mean().backward()
+    mine, theirs = rounded.pos.table.grad.double(), exact.pos.table.grad
+    assert (mine - theirs).norm() < 0.015 * theirs.norm()
+
+
 def test_sinusoids_are_the_published_formula():
     model = small_model({"name": "sinusoidal"})
     D, rows = model.config.width, torch.randn(1, 3, 64).double()
