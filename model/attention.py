@@ -37,7 +37,8 @@ class Biases:
 
     def __init__(self, scheme: PositionScheme, positions: Tensor, newest: Tensor | None = None, flexible: bool = False):
         self.scheme, self.positions, self.newest, self.flexible = scheme, positions, newest, flexible
-        self.kept: Tensor | None = None  # for the next layer, where it is one block and does not depend on the layer
+        # For the next layer, where it is one block and does not depend on the layer, and what it is good for.
+        self.kept, self.kind = None, None
 
     def where(self, start: int, part: int, Tq: int) -> tuple[Tensor, Tensor]:
         """Positions of `part` of the Tq queries from `start` on, and of the keys that they may see."""
@@ -47,12 +48,13 @@ class Biases:
 
     def __call__(self, q: Tensor, start: int, Tq: int) -> Tensor:
         """For a part of the Tq queries, (B, H, rows, head_dim), from `start` on: (1 or B, 1 or H, rows, seen keys)."""
+        kind = q.dtype, torch.is_grad_enabled()
         shared = q.shape[2] == Tq and (self.scheme.shared or not self.scheme.biased)
-        if shared and self.kept is not None:
+        if shared and kind == self.kind:
             return self.kept
         bias = masked_bias(q, self.scheme, *self.where(start, q.shape[2], Tq))
-        if shared:
-            self.kept = bias
+        if shared and not bias.requires_grad:  # else layers that are run again for their gradients would share a graph
+            self.kept, self.kind = bias, kind
         return bias
 
 

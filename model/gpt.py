@@ -94,6 +94,8 @@ class GPT(nn.Module):
     weights outside it are equal.
     """
 
+    flex_attention = False  # true: schemes whose bias goes by distance train with it (model/flex.py)
+
     def __init__(self, config: GPTConfig):
         super().__init__()
         if torch.get_default_device().type == "cpu":
@@ -101,7 +103,6 @@ class GPT(nn.Module):
             way_out = "use fewer layers or heads, a smaller head_dim or vocabulary"
             check_memory(4 * count, f"the model's {count:,} parameters", way_out)
         self.config = config
-        self.flex_attention = False  # true: train schemes whose bias goes by distance with it (model/flex.py)
         self.embedding = nn.Embedding(config.padded_vocab_size, config.width)
         self.dropout = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))

@@ -87,7 +87,10 @@ class Tape(TorchDispatchMode):
 
 
 def _memory(x: Tensor) -> int:
-    return x.untyped_storage().data_ptr()
+    try:
+        return x.untyped_storage().data_ptr()
+    except RuntimeError as error:  # sparse, or another library's
+        raise CannotCaptureError(str(error)) from error
 
 
 def _tensors(values: tuple) -> Iterator[Tensor]:
@@ -142,14 +145,11 @@ def _out_form(op):
 def one_token_steps(model, held: Cache) -> Callable[[Tensor], Tensor]:
     """A function for the cache's remaining room: token int64 (B, 1) -> logits (B, V) of the next one.
 
-    held: a cache with at least one token, for nothing else from then on. The logits may be overwritten by the next
-    call. They are those of the model's passes of one token, which it also falls back to.
+    held: a cache with at least one token, for nothing else from then on; the model's weights stay what they are. The
+    logits may be overwritten by the next call. They are those of the model's passes of one token.
     """
     if can_graph(model, held) and (held.max_length - held.length >= WORTH or held.keys.is_cuda):
-        try:
-            return GraphedStep(model, held)
-        except CannotCaptureError:
-            held.newest = None
+        return GraphedStep(model, held)
     return lambda token: model(token, cache=held)[:, -1]
 
 
@@ -157,21 +157,24 @@ def can_graph(model, held: Cache) -> bool:
     """Whether every step is the same kernels on the same tables.
 
     Not for linear attention, whose state is a new tensor each step, nor where the frequencies change on the way, nor
-    under autocast, which keeps casts of the weights between steps, nor with hooks on modules, which a replay would not
-    call. On CUDA, where it was not tried, under no scaling.
+    with hooks on modules, which a replay would not call. On CUDA also not under autocast, which keeps casts of the
+    weights between steps, nor under any scaling, which was not tried there.
     """
-    hooked = any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
-    if hooked or not isinstance(held, KVCache) or torch.is_autocast_enabled(held.keys.device.type):
+    device = held.tokens.device.type
+    if device not in ("cpu", "cuda") or not isinstance(held, KVCache):
         return False
+    if device == "cuda" and (model.config.scaling is not None or torch.is_autocast_enabled(device)):
+        return False
+    hooked = any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
     first, last = (held.scaling_length or length for length in (held.length, held.max_length))
-    device, scaled = held.keys.device.type, model.config.scaling is not None
-    return (device == "cpu" or (device == "cuda" and not scaled)) and model.pos.regime(first) == model.pos.regime(last)
+    return not hooked and model.pos.regime(first) == model.pos.regime(last)
 
 
 class GraphedStep:
     """The model's step for a cache that holds at least one token: token int64 (B, 1) -> logits (B, V) of the next.
 
-    The logits are overwritten by the next step. While it is in use, the cache's own length stands still.
+    The logits are overwritten by the next step. While steps are replayed, the cache's own length stands still. A CPU's
+    that cannot be captured are passes as any other: `replay` is None then.
     """
 
     def __init__(self, model, held: KVCache):
@@ -181,8 +184,10 @@ class GraphedStep:
         self._capture()
 
     def __call__(self, token: Tensor) -> Tensor:
-        if self.length == self.held.room:
+        if self.replay is not None and self.length == self.held.room:
             self._capture()
+        if self.replay is None:
+            return self.model(token, cache=self.held)[:, -1]
         self.token.copy_(token)
         self.held.newest.fill_(self.length)
         self.replay()
@@ -190,21 +195,27 @@ class GraphedStep:
         return self.logits
 
     def _capture(self) -> None:
+        if self.held.keys.is_cuda:
+            return self._capture_cuda()
         held = self.held
-        if held.keys.is_cuda:
-            held.room = held.max_length
-            stream = torch.cuda.Stream()
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):  # libraries set themselves up, which must not be captured
-                for _ in range(2):
-                    self.model.fixed_step(self.token, held)
-            torch.cuda.current_stream().wait_stream(stream)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                self.logits = self.model.fixed_step(self.token, held)
-            self.replay = graph.replay
-        else:
-            held.room = min(held.max_length, max(ROOM, 2 * held.room))
+        held.room = min(held.max_length, max(ROOM, 2 * held.room))
+        held.newest.fill_(self.length)
+        try:
             with Tape(self.token, held.newest, held.keys, held.values) as tape:
                 self.logits = self.model.fixed_step(self.token, held)
             self.replay = tape.replay
+        except CannotCaptureError:
+            held.newest, held.length, self.replay = None, self.length, None
+
+    def _capture_cuda(self) -> None:
+        self.held.room = self.held.max_length
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):  # libraries set themselves up, which must not be captured
+            for _ in range(2):
+                self.model.fixed_step(self.token, self.held)
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self.logits = self.model.fixed_step(self.token, self.held)
+        self.replay = graph.replay

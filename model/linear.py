@@ -24,6 +24,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         or x.device.type != "cpu"
         or torch.is_grad_enabled()
         or torch.is_autocast_enabled("cpu")
+        or torch.compiler.is_compiling()
     ):
         return F.linear(x, weight, bias)
     # Two blocks or more for each thread; a power of two, as sizes have them for factors.

@@ -86,9 +86,9 @@ def continuations(
     prompts: int64 (T,) each, T at least 1. All start at position 0. While the shorter ones are continued, the longer
     ones are still fed their own tokens: no padding, so no position and no mask differs from decoding alone. Each draws
     from a generator of its own, all with the same seed. Yields, step by step, the new id of each prompt that gets one,
-    by its index; a prompt is at its end after max_new_tokens, or after the id `stop`. temperature, top_k and top_p as
-    in `sample`, scaling_length as in GPT.forward. Raises ValueError where a prompt is empty or a learned table ends too
-    soon, before any work.
+    by its index; a prompt is at its end after max_new_tokens, or after the id `stop`. Until then the model must not
+    change. temperature, top_k and top_p as in `sample`, scaling_length as in GPT.forward. Raises ValueError where a
+    prompt is empty or a learned table ends too soon, before any work.
     """
     if not isinstance(prompts, Sequence) or not prompts:
         raise ValueError(f"prompts={prompts!r}: must be one or more tensors")

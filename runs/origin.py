@@ -22,9 +22,10 @@ from runs.trust import check_source
 log = logging.getLogger("ropewalk")
 
 # What may differ from the run that is resumed, or repeated; all else comes from its config.yaml.
-RESUMABLE = {"resume", "device", "wandb.mode", "train.max_steps", "train.eval_every", "train.checkpoint_every"}
+RESUMABLE = {"resume", "device", "wandb.mode", "train.flex_attention", "train.max_steps"}
+RESUMABLE |= {"train.eval_every", "train.checkpoint_every"}
 RESUMABLE |= {"train.keep", "train.skip_bad_steps", "sharding", "data.cache", "trust"}
-REPEATABLE = {"repeat", "device", "wandb.mode", "train.keep", "data.cache", "trust"}
+REPEATABLE = {"repeat", "device", "wandb.mode", "train.flex_attention", "train.keep", "data.cache", "trust"}
 
 
 @contextlib.contextmanager

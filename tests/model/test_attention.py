@@ -3,6 +3,7 @@
 import math
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -58,8 +59,45 @@ def test_a_bias_by_distance_is_formed_once_a_pass(pos, monkeypatch):
     network, calls = small_model(pos), []
     real = network.pos.by_distance
     monkeypatch.setattr(network.pos, "by_distance", lambda distances: calls.append(len(distances)) or real(distances))
-    network(random_tokens(network, 2, 20))
+    with torch.no_grad():
+        network(random_tokens(network, 2, 20))
     assert calls == [39]
+
+
+@pytest.mark.parametrize("pos", ALL_SCHEMES, ids=scheme_id)
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_layers_that_are_run_again_for_their_gradients(pos, reentrant, monkeypatch):
+    """Activation checkpointing of blocks, from outside: each layer's graph has to be its own."""
+    network = small_model(pos).train()
+    tokens = random_tokens(network, 2, 30)
+    gradients = []
+    for again in (False, True):
+        if again:
+            for block in network.blocks:
+                inner = partial(torch.utils.checkpoint.checkpoint, block.forward, use_reentrant=reentrant)
+                monkeypatch.setattr(block, "forward", inner)
+        network.zero_grad()
+        network(tokens).square().mean().backward()
+        gradients.append([parameter.grad for parameter in network.parameters()])
+    torch.testing.assert_close(gradients[1], gradients[0])
+
+
+@pytest.mark.parametrize("pos", ALL_SCHEMES, ids=scheme_id)
+def test_layers_of_different_dtypes(pos):
+    class Exact(torch.nn.Module):
+        def __init__(self, block):
+            super().__init__()
+            self.block = block.double()
+
+        def forward(self, x, step):
+            return self.block(x.double(), step).float()
+
+    network = small_model(pos, torch.float32)
+    tokens = random_tokens(network, 2, 30)
+    with torch.no_grad():
+        expected = network(tokens)
+        network.blocks[1] = Exact(network.blocks[1])
+        torch.testing.assert_close(network(tokens), expected, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("pos", ALL_SCHEMES, ids=scheme_id)
