@@ -74,6 +74,9 @@ def read_runs(config: DictConfig, ranks: Ranks) -> list[Run]:
         ]
     if len(set(names)) < len(names):
         names = [str(folder) for folder, *_ in read]
+    for name, (_, settings, _, path) in zip(names, read, strict=True):
+        if config.checkpoint == "last" and 0 < step_of(path) < settings.train.max_steps:  # 0: weights from elsewhere
+            log.warning("%s: step %d of %d, not trained to its end", name, step_of(path), settings.train.max_steps)
     tokenizers, texts = [], []
     for (folder, settings, *_), gpt_config in zip(read, configs, strict=True):
         with named(folder / "config.yaml"):

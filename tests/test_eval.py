@@ -139,6 +139,16 @@ def test_of_a_damaged_last_checkpoint_the_one_before_is_measured(two_runs, tmp_p
     assert "step_000004.safetensors: is damaged" in caplog.text
 
 
+def test_a_run_that_was_not_trained_to_its_end_is_named(two_runs, tmp_path, caplog):
+    shutil.copytree(two_runs / "rope", copied := tmp_path / "copy")
+    measure(f"runs={copied}", "lengths=[16]")
+    assert "not trained to its end" not in caplog.text
+    config = copied / "config.yaml"
+    config.write_text(config.read_text().replace("max_steps: 4\n", "max_steps: 9\n"))
+    measure(f"runs={copied}", "lengths=[16]")
+    assert "step 4 of 9, not trained to its end" in caplog.text
+
+
 @pytest.mark.parametrize("change", [{"pos": {"name": "none"}}, {"model": {"train_length": 99}}, {"scaling": {"a": 1}}])
 def test_a_config_that_is_not_of_its_checkpoint_is_refused(change, two_runs, tmp_path):
     shutil.copytree(two_runs / "rope", tmp_path / "copy")
