@@ -54,9 +54,10 @@ class Tape(TorchDispatchMode):
         kwargs = kwargs or {}
         result = op(*args, **kwargs)
         read, made = list(_tensors((*args, *kwargs.values()))), list(_tensors((result,)))
-        by_mask = any(x.dtype in (torch.bool, torch.uint8) for x in read[1:])
-        sized_by_numbers = torch.Tag.dynamic_output_shape in op.tags and (op is not aten.index.Tensor or by_mask)
-        if (read and not made) or sized_by_numbers or op in REFUSED:
+        _, _, refused = _about(op)
+        if op is aten.index.Tensor:
+            refused = any(x.dtype in (torch.bool, torch.uint8) for x in read[1:])
+        if refused or (read and not made):
             raise CannotCaptureError(str(op))
         self.seen.append((op, args, kwargs, result, read, made))
         return result
@@ -66,12 +67,12 @@ class Tape(TorchDispatchMode):
         if kind is not None:
             return
         for op, _, _, _, read, _ in self.seen:
-            if op._schema.is_mutable:  # what is written in place has to be made anew each time, too
+            if _about(op)[0]:  # what is written in place has to be made anew each time, too
                 self.varying |= set(map(_memory, read))
         for op, args, kwargs, result, read, made in self.seen:
             memory, new = set(map(_memory, read)), set(map(_memory, made))
-            random = torch.Tag.nondeterministic_seeded in op.tags
-            if op._schema.is_mutable:
+            in_place, random, _ = _about(op)
+            if in_place:
                 self.calls.append(_called(op, args, kwargs))
             elif not new <= memory and (random or not self.varying.isdisjoint(memory | new)):  # <=: a view
                 self.varying |= new
@@ -84,6 +85,13 @@ class Tape(TorchDispatchMode):
     def replay(self) -> None:
         for call in self.calls:
             call()
+
+
+@cache
+def _about(op) -> tuple[bool, bool, bool]:
+    """Whether an operation writes to its arguments, draws random numbers, and cannot be repeated."""
+    refused = torch.Tag.dynamic_output_shape in op.tags or op in REFUSED
+    return op._schema.is_mutable, torch.Tag.nondeterministic_seeded in op.tags, refused
 
 
 def _memory(x: Tensor) -> int:
