@@ -13,6 +13,7 @@ import json
 import random
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import median
@@ -65,6 +66,7 @@ def race(contenders: dict[str, Contender], rounds: int, warm: int = 2) -> None:
         list(pool.map(Contender.once, contenders.values()))
     for number in range(rounds + warm):
         for name in random.Random(number).sample(list(contenders), len(contenders)):
+            time.sleep(0.1)  # threads of the one before may still wait for work, and take a core to do so
             contenders[name].once()
     for contender in contenders.values():
         contender.end()

@@ -10,6 +10,8 @@ from model.flex import BLOCK, flex_attention
 from model.positions import SCHEMES
 from tests.helpers import ALL_SCHEMES, random_tokens, scheme_id, small_model
 
+# torch says that it is not compiled, which is what these want, and that its own compiler uses what it will drop.
+pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without", "ignore:`torch.jit")
 FLEXIBLE = [pos for pos in ALL_SCHEMES if SCHEMES[pos["name"]].shared]
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: a CPU has no backward pass of it")
 

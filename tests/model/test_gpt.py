@@ -258,6 +258,7 @@ def test_compiled_model_is_the_model_in_one_graph_up_to_its_losses(pos, attentio
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+@pytest.mark.filterwarnings("ignore:`torch.jit")
 @pytest.mark.parametrize("plain", [False, True], ids=["fused", "plain"])
 @pytest.mark.parametrize("pos", [pos for pos in ALL_SCHEMES if len(pos) == 1], ids=scheme_id)
 def test_compiled_training_is_float64s(pos, plain, monkeypatch):

@@ -221,6 +221,7 @@ def test_random_numbers_are_drawn_anew():
     assert not torch.equal(drawn, first)
 
 
+@pytest.mark.filterwarnings("ignore:indexing with dtype torch.uint8")
 @pytest.mark.parametrize(
     "function",
     [
