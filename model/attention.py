@@ -65,19 +65,15 @@ def softmax_attention(q: Tensor, k: Tensor, v: Tensor, biases: Biases, dropout: 
     the last key it can see.
     """
     Tq, Tk = q.shape[2], k.shape[2]
-    scheme, positions = biases.scheme, biases.positions
+    scheme = biases.scheme
     H, grouped = q.shape[1], q.shape[1] != k.shape[1]
     if biases.flexible and scheme.shared and Tq == Tk and Tk % flex.BLOCK == 0 and not dropout:
         return flex.flex_attention(q, k, v, scheme.by_distance(torch.arange(Tk, device=q.device)))
     plain = scheme.weighs_values or _plain_is_faster(q)
     if not scheme.biased and not plain:
-        mask, causal = None, False
-        if biases.newest is not None:
-            mask = biases(q, 0, Tq)
-        elif Tq == Tk:
-            causal = Tq > 1
-        elif Tq > 1:  # is_causal would align its triangle with the first key, not the last
-            mask = positions <= positions[Tk - Tq :, None]
+        # is_causal would align its triangle with the first key, not the last
+        mask = biases(q, 0, Tq) if biases.newest is not None or 1 < Tq < Tk else None
+        causal = mask is None and Tq > 1
         return F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=causal, enable_gqa=grouped)
     if plain and grouped:
         k, v = (x.repeat_interleave(H // x.shape[1], dim=1) for x in (k, v))
