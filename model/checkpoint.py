@@ -1,10 +1,8 @@
 """Checkpoint files of a run folder: written whole or not at all, read without running anything in them.
 
-`checkpoint/step_000100.safetensors` holds the weights, and the GPTConfig as JSON in its header;
-`checkpoint/step_000100.pt` the rest of the training state (of a sharded run, much of it is in the files of
-`checkpoint/step_000100.shards/`); `checkpoint/step_000100.sha256` the digests of them all, in the format of the command
-sha256sum. Each is written under a temporary name and renamed, the weights last, so a checkpoint
-exists if and only if its weights do. `checkpoint/best.json` names the one with the lowest validation loss.
+`checkpoint/step_000100.safetensors` holds the weights, and the GPTConfig as JSON in its header.
+`checkpoint/step_000100.pt` holds the rest of the training state, and the SHA-256 of the weights file. Each is written
+under a temporary name and renamed, the weights last, so a checkpoint exists if and only if its weights do.
 """
 
 import contextlib
@@ -14,6 +12,7 @@ import logging
 import os
 import re
 import shutil
+import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -22,21 +21,18 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from model.config import GPTConfig
 from model.gpt import GPT
-from model.safety import check_folder, check_header, check_tensors, load_pickled, read_text
 
 log = logging.getLogger("ropewalk")
 
-_NAME = re.compile(r"\.?step_(\d+)\..+")  # of a checkpoint's files, unfinished ones too
 
-
-def write_file(path: Path, write: Callable[[Path], Any], new: bool = False) -> None:
+def write_file(path: Path, write: Callable[[Path], Any]) -> None:
     """Let `write` fill a temporary file, and put it in the place of `path` once it is safely on the disk.
 
-    new: FileExistsError where there is one already, even if it came this moment. OSError, naming the file, where it
-    cannot be written; what was there before stays.
+    OSError, naming the file, where it cannot be written; what was there before stays.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -47,17 +43,17 @@ def write_file(path: Path, write: Callable[[Path], Any], new: bool = False) -> N
             temporary.chmod(mode)  # safetensors makes files that only their owner may read
             with open(temporary, "rb+") as file:
                 os.fsync(file.fileno())
-        except (OSError, RuntimeError, SafetensorError) as error:  # the last two: how torch and safetensors say it
+        except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors raise the last two
             free = shutil.disk_usage(path.parent).free  # torch does not say that a disk is full
             raise OSError(f"{path}: cannot be written ({error}); {free:,} bytes are free there") from error
-        (os.link if new else os.replace)(temporary, path)
+        os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
 
 
-def write_text(path: Path, text: str, new: bool = False) -> None:
+def write_text(path: Path, text: str) -> None:
     """write_file for a text, in UTF-8."""
-    write_file(path, lambda temporary: temporary.write_text(text, encoding="utf-8"), new)
+    write_file(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
 
 
 @contextlib.contextmanager
@@ -66,9 +62,9 @@ def new_folder(out: str | Path) -> Iterator[Path]:
 
     ValueError where `out` exists.
     """
-    out = Path(os.path.abspath(Path(out).expanduser()))
-    if os.path.lexists(out):
-        raise ValueError(f"out={out}: exists already; choose another folder")
+    out = Path(out).expanduser().absolute()
+    if out.exists():
+        raise ValueError(f"{out}: exists already; choose another folder")
     temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
     temporary.mkdir(parents=True)
     try:
@@ -79,74 +75,55 @@ def new_folder(out: str | Path) -> Iterator[Path]:
 
 
 def save_checkpoint(
-    run: Path,
-    step: int,
-    model: GPT,
-    state: dict | None,
-    weights_of: dict[str, torch.Tensor] | None = None,
-    shards: dict[str, str] | None = None,
+    run: Path, step: int, config: GPTConfig, weights: dict[str, Tensor], state: dict | None = None
 ) -> Path:
-    """Write the model and `state` (plain values and tensors; None: there is none) as the run's checkpoint of a step.
-
-    weights_of: the model's state dict, where it is not at hand in the model itself. shards: digests of more files of
-    the checkpoint, by names in its folder, that were written before.
-    """
+    """Write a model's state dict and the training state (plain values and tensors; None: there is none) of a step."""
     folder = Path(run) / "checkpoint"
     folder.mkdir(parents=True, exist_ok=True)
-    weights = folder / f"step_{step:06d}.safetensors"
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in (weights_of or model.state_dict()).items()}
-    header = {"step": str(step), "config": json.dumps(asdict(model.config))}
-    digests = dict(shards or {})
-    if state is not None:
-        write_file(rest := weights.with_suffix(".pt"), lambda path: torch.save(state, path))
-        digests[rest.name] = file_digest(rest)
+    path = folder / f"step_{step:06d}.safetensors"
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
+    header = {"step": str(step), "config": json.dumps(asdict(config))}
 
     def write(temporary: Path) -> None:
         save_file(tensors, temporary, metadata=header)
-        digests[weights.name] = file_digest(temporary)
-        write_text(weights.with_suffix(".sha256"), "".join(f"{value}  {name}\n" for name, value in digests.items()))
+        if state is not None:
+            whole = {**state, "weights_sha256": _digest(temporary)}
+            write_file(path.with_suffix(".pt"), lambda rest: torch.save(whole, rest))
 
-    write_file(weights, write)
-    return weights
+    write_file(path, write)
+    return path
 
 
-def file_digest(path: Path) -> str:
-    """SHA-256 of a file."""
+def _digest(path: Path) -> str:
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def step_of(path: Path) -> int:
     """The step of a checkpoint's file, from its name."""
-    return int(_NAME.fullmatch(path.name)[1])
+    return int(re.search(r"step_(\d+)", path.name)[1])
 
 
 def checkpoints(run: str | Path) -> list[Path]:
-    """The weights files of a run's checkpoints by step. FileNotFoundError, saying what is missing, if none.
-
-    ValueError where something in the folder leads out of it (model.safety).
-    """
+    """The weights files of a run's checkpoints by step. FileNotFoundError, saying what is missing, if none."""
     run = Path(run)
     if not run.is_dir():
         raise FileNotFoundError(f"{run}: no such run folder")
-    found = [path for path in (run / "checkpoint").glob("*") if re.fullmatch(r"step_\d+\.safetensors", path.name)]
+    found = [path for path in (run / "checkpoint").glob("step_*.safetensors")]
     if not found:
         raise FileNotFoundError(f"{run}: holds no checkpoint (checkpoint/step_*.safetensors); was it a training run?")
-    check_folder(run)
     return sorted(found, key=step_of)
 
 
-def latest_checkpoint(run: str | Path, resumable: bool = False) -> Path:
-    """The weights file of the run's last checkpoint that is whole; resumable: its training state as well.
+def latest_checkpoint(run: str | Path) -> Path:
+    """The weights file of the run's last checkpoint that is whole. Damaged ones are passed over with a warning.
 
-    A damaged one is left out with a warning. FileNotFoundError if there is none, ValueError if none is whole.
+    FileNotFoundError if there is no checkpoint, ValueError if none is whole.
     """
-    for path in reversed(found := checkpoints(run)):
+    found = checkpoints(run)
+    for path in reversed(found):
         try:
-            check_digest(path)
-            if resumable:
-                for part in (path.with_suffix(".pt"), *_shards(path)):
-                    check_digest(part)
+            check_checkpoint(path)
             return path
         except ValueError as error:
             if path is found[0]:
@@ -155,86 +132,41 @@ def latest_checkpoint(run: str | Path, resumable: bool = False) -> Path:
     raise AssertionError("checkpoints() is never empty")
 
 
-def best_checkpoint(run: str | Path) -> Path:
-    """The weights file of the checkpoint with the lowest validation loss. FileNotFoundError if it is not known."""
-    check_folder(run)
-    best = read_best(run)
-    if best is None:
-        raise FileNotFoundError(f"{run}: its best checkpoint is not known (checkpoint/best.json); use the last one")
-    path = Path(run) / "checkpoint" / f"step_{best[0]:06d}.safetensors"
-    if not path.is_file():
-        raise FileNotFoundError(f"{path}: checkpoint/best.json names it, and it is not there")
-    check_digest(path)
-    return path
+def check_checkpoint(path: Path) -> None:
+    """ValueError, naming the file, where a checkpoint is not what was written.
 
-
-def read_best(run: str | Path) -> tuple[int, float] | None:
-    """Step and validation loss (nats a token) of the best checkpoint; None where it is not known."""
+    The digest of the weights is in the training state, and each part of that has a CRC-32. Weights without a training
+    state (an imported model, say) are not checked.
+    """
+    rest = path.with_suffix(".pt")
+    if not rest.exists():
+        return
     try:
-        best = json.loads(read_text(Path(run) / "checkpoint" / "best.json"))
-        return int(best["step"]), float(best["nll"])
-    except (OSError, ValueError, KeyError, TypeError, OverflowError):
-        return None
-
-
-def mark_best(run: Path, step: int, nll: float) -> None:
-    """Note that the checkpoint of this step has the lowest validation loss so far."""
-    write_text(Path(run) / "checkpoint" / "best.json", json.dumps({"step": step, "nll": nll}) + "\n")
+        with zipfile.ZipFile(rest) as archive:
+            whole = archive.testzip() is None
+    except (OSError, zipfile.BadZipFile) as error:
+        raise ValueError(f"{rest}: is damaged ({error})") from error
+    if not whole:
+        raise ValueError(f"{rest}: is damaged")
+    if _digest(path) != load_state(path).get("weights_sha256", _digest(path)):  # older versions kept it elsewhere
+        raise ValueError(f"{path}: is damaged (its SHA-256 is not the one in {rest.name})")
 
 
 def prune_checkpoints(run: Path, keep: int, step: int) -> None:
-    """Delete all but the last `keep` checkpoints and the best one, and what killed processes left unfinished.
+    """Delete all but the last `keep` checkpoints up to `step`, and what killed processes left unfinished.
 
-    step: where the training is. Checkpoints of later steps are damaged, and it went on from one before them.
+    Those of later steps are damaged: the training went on from one before them.
     """
-    best = read_best(run)
-    steps = [number for path in checkpoints(run) if (number := step_of(path)) <= step]
-    kept = {*steps[-keep:], *([best[0]] if best else [])}
+    kept = [number for path in checkpoints(run) if (number := step_of(path)) <= step][-keep:]
     for path in (Path(run) / "checkpoint").iterdir():
-        of_step = _NAME.fullmatch(path.name)
-        unfinished = path.name.startswith(".") and (of_step or path.name.startswith(".best.json."))
-        if unfinished or (of_step and step_of(path) not in kept):
-            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
-
-
-def check_digest(path: Path) -> None:
-    """ValueError, naming the file, where it is not what was written, by its digest in the .sha256 file beside it.
-
-    Without one (an imported model, say) nothing is known, and nothing checked.
-    """
-    of = path.parent if path.parent.suffix == ".shards" else path
-    digests = _digests(of)
-    if digests is None:
-        return
-    try:
-        if file_digest(path) != digests.get(path.relative_to(of.parent).as_posix()):
-            raise ValueError(f"{path}: is damaged (its SHA-256 is not the one in {of.stem}.sha256)")
-    except OSError as error:
-        raise ValueError(f"{path}: cannot be read ({error.strerror})") from error
-
-
-def _digests(path: Path) -> dict[str, str] | None:
-    """SHA-256 of a checkpoint's files by name, from the list beside any of them; None where there is no list."""
-    try:
-        lines = read_text(path.with_suffix(".sha256")).splitlines()
-        return dict(line.split("  ", 1)[::-1] for line in lines)
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path.with_suffix('.sha256')}: cannot be read ({error})") from error
-
-
-def _shards(weights: Path) -> list[Path]:
-    """The files of a checkpoint in its folder of shards (runs/sharding.py), by the list of its digests."""
-    name = re.compile(rf"{weights.stem}\.shards/[\w-]+\.safetensors")
-    return [weights.parent / found for found in _digests(weights) or {} if name.fullmatch(found)]
+        if path.name.startswith(".") or (path.name.startswith("step_") and step_of(path) not in kept):
+            path.unlink(missing_ok=True)
 
 
 def read_config(path: Path) -> GPTConfig:
     """The GPTConfig in a weights file's header. ValueError, naming the file, if it is damaged or not ours."""
-    with _damage(path), safe_open(path, "pt") as file:
-        check_header(config := json.loads((file.metadata() or {})["config"]), file)
-        return GPTConfig.from_dict(config)
+    with _naming(path), safe_open(path, "pt") as file:
+        return GPTConfig.from_dict(json.loads((file.metadata() or {})["config"]))
 
 
 def load_weights(path: Path, device: str | torch.device = "cpu", scaling: dict | None = None) -> GPT:
@@ -244,21 +176,17 @@ def load_weights(path: Path, device: str | torch.device = "cpu", scaling: dict |
     ValueError, naming the file, if it is damaged or not ours, and for a scaling that does not fit the model.
     """
     config = read_config(path)
-    if scaling is not None:
-        config = replace(config, scaling=scaling)
-    with _damage(path):
-        with torch.device("meta"), safe_open(path, "pt") as file:
-            check_tensors(GPT(replace(config, n_layer=1)).state_dict(), config.n_layer, file)
-        model = GPT(config)
+    model = GPT(config if scaling is None else replace(config, scaling=scaling))
+    with _naming(path):
         model.load_state_dict(load_file(path))
     return model.to(device).eval()
 
 
 @contextlib.contextmanager
-def _damage(path: Path) -> Iterator[None]:
+def _naming(path: Path) -> Iterator[None]:
     try:
         yield
-    except (SafetensorError, KeyError, TypeError, ValueError, RuntimeError, ArithmeticError) as error:
+    except (SafetensorError, KeyError, TypeError, ValueError, RuntimeError) as error:
         raise ValueError(f"{path}: not a whole checkpoint of this program ({error})") from error
 
 
@@ -270,10 +198,10 @@ def load_run(run: str | Path, device: str | torch.device = "cpu", scaling: dict 
     return load_weights(latest_checkpoint(run), device, scaling)
 
 
-def load_state(weights: Path, device: str | torch.device = "cpu") -> dict:
-    """The training state saved beside a weights file. ValueError, naming the file, if it is missing or damaged."""
+def load_state(weights: Path) -> dict:
+    """The training state beside a weights file, on the CPU. ValueError, naming the file, if missing or damaged."""
     path = weights.with_suffix(".pt")
     try:
-        return load_pickled(path, device)
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # torch.load raises whatever the damage happens to trigger
         raise ValueError(f"{path}: not a whole training state ({error}); it cannot be resumed from") from error

@@ -8,7 +8,6 @@ from model.checks import check_whole
 from model.positions import SCHEMES, build_scheme, check_scaling, complete_scheme
 
 ATTENTIONS = ("softmax", "linear")
-MOST_PARAMETERS = 2**40  # 4 TiB of float32: a misprint, and better said than tried
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,7 @@ class GPTConfig:
             if getattr(self, name) is None:
                 object.__setattr__(self, name, getattr(self, source))
         for name in ("vocab_size", "n_layer", "n_head", "head_dim", "train_length", "n_kv_head", "original_length"):
-            check_whole(f"model.{name}", getattr(self, name), most=2**31 - 1)
+            check_whole(f"model.{name}", getattr(self, name))
         if self.head_dim % 2:
             raise ValueError(f"model.head_dim={self.head_dim}: must be even, rotary planes have two dimensions")
         if self.n_head % self.n_kv_head:
@@ -55,9 +54,6 @@ class GPTConfig:
                 "leave it out (null) or change the heads"
             )
         object.__setattr__(self, "width", width)
-        if self._network_parameters() > MOST_PARAMETERS:
-            shape = ", ".join(f"model.{name}={getattr(self, name)}" for name in ("n_layer", "n_head", "head_dim"))
-            raise ValueError(f"{shape}, vocab_size={self.vocab_size}: more than {MOST_PARAMETERS:,} parameters")
         if type(self.bias) is not bool:
             raise ValueError(f"model.bias={self.bias!r}: must be true or false")
         if type(self.dropout) not in (int, float) or not 0 <= self.dropout < 1:
@@ -72,19 +68,8 @@ class GPTConfig:
                 f"model.attention=linear with pos={self.pos['name']}: linear attention never forms the score matrix "
                 f"that this scheme adds to; use model.attention=softmax, or one of {fitting}"
             )
-        if self.num_parameters() > MOST_PARAMETERS:  # the scheme, when it is built, checks the ranges of its own keys
-            raise ValueError(f"pos={self.pos}: more than {MOST_PARAMETERS:,} parameters")
-
-    def num_parameters(self) -> int:
-        """All trained numbers of GPT(self), without building it; the vocabulary's padding included."""
         with torch.device("meta"):
-            return self._network_parameters() + sum(p.numel() for p in build_scheme(self).parameters())
-
-    def _network_parameters(self) -> int:
-        """All but the scheme's."""
-        D, heads = self.width, (self.n_head + 2 * self.n_kv_head) * self.head_dim
-        layer = D * (heads + 9 * D + 2) + (heads + 8 * D if self.bias else 0)
-        return self.padded_vocab_size * D + self.n_layer * layer + (2 * D if self.bias else D)
+            build_scheme(self)  # which checks the ranges of its own keys
 
     @property
     def padded_vocab_size(self) -> int:

@@ -1,32 +1,34 @@
-"""GPT-2's network with an exchangeable position scheme. Shapes: B sequences, T tokens, D width, H heads, V ids."""
+"""GPT-2's network with an exchangeable position scheme.
 
-import contextlib
+B sequences, T tokens, D width, H heads (Hkv of keys and values), V ids. One forward pass serves training, evaluation,
+prefill and decoding: only the positions differ.
+"""
+
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model.attention import CHUNK, Biases, linear_attention, softmax_attention
-from model.cache import Cache, KVCache, StateCache
-from model.checks import check_memory, check_tensor, check_whole
+from model.attention import CHUNK, linear_attention, softmax_attention
+from model.cache import Cache
+from model.checks import check_tensor, check_whole
 from model.config import GPTConfig
-from model.gelu import gelu
-from model.graph import one_token_steps
 from model.linear import Linear, linear
-from model.loss import token_losses
-from model.positions import build_scheme
+from model.positions import PositionScheme, build_scheme
 from model.sampling import check_sampling, evaluating, sample
 
 
-@dataclass(frozen=True)
-class Step:
-    """What one pass has in common for all layers."""
+class Pass(NamedTuple):
+    """What one pass has in common for all layers: the scheme at these positions, and the cache."""
 
-    biases: Biases
-    rotate: Callable[[Tensor], Tensor]
+    scheme: PositionScheme
+    positions: Tensor  # int64 (T,), of the tokens passed
+    key_positions: Tensor  # int64 (Tk,), of all tokens so far
+    rotate: Callable[[Tensor], Tensor]  # queries or keys (B, H, T, head_dim) -> the same, turned by their positions
     cache: Cache | None
 
 
@@ -40,26 +42,27 @@ class Attention(nn.Module):
         self.qkv = Linear(config.width, (config.n_head + 2 * config.n_kv_head) * config.head_dim, bias=config.bias)
         self.out = Linear(config.width, config.width, bias=config.bias)
 
-    def forward(self, x: Tensor, step: "Step") -> Tensor:
+    def forward(self, x: Tensor, p: Pass) -> Tensor:
         B, T, D = x.shape
         heads = self.qkv(x).view(B, T, -1, self.head_dim).transpose(1, 2)  # (B, H + 2 Hkv, T, head_dim)
         qk, v = heads.split((self.n_head + self.n_kv_head, self.n_kv_head), dim=1)
-        y = self._linear(qk, v, step) if self.linear else self._softmax(qk, v, step)  # (B, H, T, head_dim)
+        y = self._linear(qk, v, p) if self.linear else self._softmax(qk, v, p)  # (B, H, T, head_dim)
         return F.dropout(self.out(y.transpose(1, 2).reshape(B, T, D)), self.dropout, self.training)
 
-    def _softmax(self, qk: Tensor, v: Tensor, step: "Step") -> Tensor:
-        q, k = step.rotate(qk).split((self.n_head, self.n_kv_head), dim=1)
-        if step.cache is not None:
-            k, v = step.cache.append(self.layer, k, v)
-        return softmax_attention(q, k, v, step.biases, self.dropout if self.training else 0.0)
+    def _softmax(self, qk: Tensor, v: Tensor, p: Pass) -> Tensor:
+        q, k = p.rotate(qk).split((self.n_head, self.n_kv_head), dim=1)
+        if p.cache is not None:
+            k, v = p.cache.append(self.layer, len(p.key_positions) - len(p.positions), k, v)
+        dropout = self.dropout if self.training else 0.0
+        return softmax_attention(q, k, v, p.scheme, p.positions, p.key_positions, dropout)
 
-    def _linear(self, qk: Tensor, v: Tensor, step: "Step") -> Tensor:
+    def _linear(self, qk: Tensor, v: Tensor, p: Pass) -> Tensor:
         q, k = qk.split((self.n_head, self.n_kv_head), dim=1)
         k, v = (x.repeat_interleave(self.n_head // self.n_kv_head, dim=1) for x in (k, v))
-        held = step.cache is not None and step.cache.past > 0
-        y, state = linear_attention(q, k, v, step.rotate, step.cache.states[self.layer] if held else None)
-        if step.cache is not None:
-            step.cache.states[self.layer] = state
+        continues = p.cache is not None and len(p.positions) < len(p.key_positions)
+        y, state = linear_attention(q, k, v, p.rotate, p.cache.states[self.layer] if continues else None)
+        if p.cache is not None:
+            p.cache.states[self.layer] = state
         return y
 
 
@@ -71,7 +74,7 @@ class MLP(nn.Module):
         self.dropout = config.dropout
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.dropout(self.down(gelu(self.up(x))), self.dropout, self.training)
+        return F.dropout(self.down(F.gelu(self.up(x), approximate="tanh")), self.dropout, self.training)
 
 
 class Block(nn.Module):
@@ -82,8 +85,8 @@ class Block(nn.Module):
         self.mlp_norm = nn.LayerNorm(config.width, bias=config.bias)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor, step: "Step") -> Tensor:
-        x = x + self.attention(self.attention_norm(x), step)
+    def forward(self, x: Tensor, p: Pass) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), p)
         return x + self.mlp(self.mlp_norm(x))
 
 
@@ -94,17 +97,10 @@ class GPT(nn.Module):
     weights outside it are equal.
     """
 
-    flex_attention = False  # true: schemes whose bias goes by distance train with it (model/flex.py)
-
     def __init__(self, config: GPTConfig):
         super().__init__()
-        if torch.get_default_device().type == "cpu":
-            count = config.num_parameters()
-            way_out = "use fewer layers or heads, a smaller head_dim or vocabulary"
-            check_memory(4 * count, f"the model's {count:,} parameters", way_out)
         self.config = config
         self.embedding = nn.Embedding(config.padded_vocab_size, config.width)
-        self.dropout = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
         self.norm = nn.LayerNorm(config.width, bias=config.bias)
         for module in self.modules():
@@ -126,133 +122,131 @@ class GPT(nn.Module):
         scaling_length: int | None = None,
         first_position: int = 0,
     ) -> Tensor:
-        """Logits, or per-token losses.
+        """Logits (B, T, V) after int64 tokens (B, T); or with int64 targets (B, T), losses (B, T).
 
-        tokens: int64 (B, T). Without targets: logits (B, T, vocab_size). With targets, int64 (B, T), where
-        targets[:, t] follows tokens[:, t]: negative log-likelihoods (B, T) in nats, 0 where the target is -100;
-        float32, or float64 for a float64 model. With a cache, the tokens continue the ones it holds, and are appended;
-        such a pass keeps no gradients.
+        targets[:, t] follows tokens[:, t]. Losses are nats, 0 where the target is -100; float32, or float64 for a
+        float64 model. With a cache the tokens continue those it holds, and no gradients are kept. scaling_length: the
+        sequence length that frequency scalings go by, instead of the tokens so far; those that change with the length
+        then stay as they are for it. first_position: of tokens[:, 0], without a cache only; scalings do not look at it.
 
-        scaling_length: the sequence length that the frequency scalings `dynamic`, `longrope`, and those with an open
-        factor go by, instead of the tokens so far. Without it their frequencies change as a sequence grows; a cached
-        pass is then still equal to the full pass over the tokens so far, at the full pass's cost whenever they change
-        (longrope: once; the others: at every step past the training length), since a key's rotation is not all that
-        depends on them: deeper keys and values came from rows computed under the older ones.
-
-        first_position: the position of tokens[:, 0], without a cache only. The frequencies go by the sequence's length
-        all the same, not by its last position.
-
-        Raises ValueError for shapes that do not fit, ids outside the vocabulary (checked on the CPU only: elsewhere it
-        would stall every step), positions past a learned table and a full cache; the cache is then as it was.
+        Raises ValueError for shapes that do not fit, ids outside the vocabulary (on the CPU only: elsewhere looking
+        would stall every step), positions past a learned table and a full cache; the cache then keeps what it holds.
         """
-        self._check_batch(tokens)
+        self.check_tokens(tokens)
         if targets is not None:
             check_tensor("targets", targets)
             if targets.shape != tokens.shape:
                 raise ValueError(f"targets {tuple(targets.shape)} must have the shape of tokens {tuple(tokens.shape)}")
-            targets = targets.long()
-        if scaling_length is not None:
-            check_whole("scaling_length", scaling_length, open_end=", or None")
-        check_whole("first_position", first_position, 0, 2**53)  # what float64 counts to
-        if first_position and cache is not None:
-            raise ValueError(f"first_position={first_position}: must be 0 with a cache, whose tokens start at 0")
-        if tokens.device.type == "cpu" and not torch.compiler.is_compiling():
-            self.check_tokens(tokens)
-            if targets is not None:
-                self.check_tokens(targets.masked_fill(targets == -100, 0))
-        with contextlib.nullcontext() if cache is None else torch.no_grad():
-            x = self._rows(tokens, cache, scaling_length, first_position)
+            self.check_tokens(targets.masked_fill(targets == -100, 0))
+        check_whole("scaling_length", scaling_length, optional=True)
+        check_whole("first_position", first_position, 0)
+        if cache is not None and (first_position or scaling_length not in (None, cache.scaling_length)):
+            raise ValueError("first_position and scaling_length are the cache's own: leave them out with a cache")
+        with nullcontext() if cache is None else torch.no_grad():
+            x = self._hidden(tokens, cache, scaling_length, first_position)
             return self._logits(x) if targets is None else self._losses(x, targets)
 
-    def _rows(self, tokens: Tensor, cache: Cache | None, scaling_length: int | None, first: int = 0) -> Tensor:
-        """Rows after the last norm, (B, T, D), with or without a cache."""
+    def _hidden(self, tokens: Tensor, cache: Cache | None, scaling_length: int | None, start: int = 0) -> Tensor:
+        """Rows after the last norm, (B, T, D). start: the position of tokens[:, 0], where there is no cache."""
         if cache is None:
-            return self._pass(tokens, 0, scaling_length or tokens.shape[1], None, first)
-        return self._cached_pass(tokens, cache, scaling_length)
-
-    def _cached_pass(self, tokens: Tensor, cache: Cache, scaling_length: int | None) -> Tensor:
-        cache.check(*tokens.shape)
-        if scaling_length not in (None, cache.scaling_length):
-            raise ValueError(f"scaling_length={scaling_length}: the cache was made for {cache.scaling_length}")
-        length = cache.scaling_length or cache.length + tokens.shape[1]
-        regime = self.pos.regime(length)
-        passed = cache.begin(tokens, regime)
-        x = self._pass(passed, cache.past, length, cache)
-        cache.advance(passed, regime)
-        return x[:, -tokens.shape[1] :]
-
-    def _pass(self, tokens: Tensor, past: int, length: int, cache: Cache | None, first: int = 0) -> Tensor:
-        """Rows after the last norm, (B, T, D), for the T tokens after `past` others, the first of all at `first`."""
-        end = first + past + tokens.shape[1]
+            length, frequencies, passed = scaling_length or tokens.shape[1], None, tokens
+        else:
+            length = cache.scaling_length or cache.length + tokens.shape[1]
+            frequencies = self.pos.regime(length)
+            passed, start = cache.pending(tokens, frequencies)
+        end = start + passed.shape[1]
         self.pos.check_position(end - 1)
-        positions = torch.arange(first, end, device=tokens.device)
-        return self._layers(tokens, positions, positions[past:], length, cache)
-
-    def fixed_step(self, token: Tensor, cache: KVCache) -> Tensor:
-        """Logits (B, V) after token int64 (B, 1), by operations that are the same whatever the cache holds.
-
-        The token's position is cache.newest, and counting it up is the caller's. See model/graph.py.
-        """
-        positions = torch.arange(cache.room, device=token.device)
-        length = cache.scaling_length or cache.max_length
-        return self._logits(self._layers(token, positions, cache.newest, length, cache)[:, -1])
-
-    def _layers(self, tokens: Tensor, positions: Tensor, new: Tensor, length: int, cache: Cache | None) -> Tensor:
-        """positions: int64 (Tk,), of all keys; new: (T,), of the tokens."""
-        on_cpu = tokens.device.type == "cpu" and not torch.compiler.is_compiling()
-        # On the CPU the embedding's gradient stays rows until it joins that of the output matrix, a whole one anyway.
-        rows = F.embedding(tokens, self.embedding.weight, sparse=on_cpu)
-        x = self.dropout(self.pos.embed(rows, new))  # (B, T, D)
-        newest = cache.newest if isinstance(cache, KVCache) else None
-        biases = Biases(self.pos, positions, newest, self.flex_attention and self.training)
-        step = Step(biases, self.pos.rotation(new, length), cache)
+        positions = torch.arange(start, end, device=tokens.device)
+        key_positions = positions if cache is None else torch.arange(end, device=tokens.device)
+        p = Pass(self.pos, positions, key_positions, self.pos.rotation(positions, length), cache)
+        x = F.dropout(self.pos.embed(self.embedding(passed), positions), self.config.dropout, self.training)
         for block in self.blocks:
-            x = block(x, step)
-        return self.norm(x)
+            x = block(x, p)
+        if cache is not None:
+            cache.advance(passed, start, frequencies)
+        return self.norm(x[:, -tokens.shape[1] :])
 
     def _logits(self, x: Tensor) -> Tensor:
-        """(..., D) -> (..., vocab_size). The padding rows are cut off: their ids have no logit and no probability."""
+        """(..., D) -> (..., V). The rows that pad the embedding have no logit."""
         return linear(x, self.embedding.weight)[..., : self.config.vocab_size]
 
     def _losses(self, x: Tensor, targets: Tensor) -> Tensor:
-        shared = (self.embedding.weight, self.config.vocab_size)
+        """(B, T, D), (B, T) -> (B, T). Rows without a target get no logits: evaluation often scores few of many."""
+        scored = slice(None) if self.training else targets.flatten() != -100
+        logits = self._logits(x.flatten(0, 1)[scored])
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        losses = F.cross_entropy(logits, targets.flatten()[scored].long(), ignore_index=-100, reduction="none")
         if self.training:
-            rows = token_losses(x.flatten(0, 1), shared[0], targets.flatten(), shared[1], torch.compiler.is_compiling())
-            return rows.view_as(targets)
-        scored = targets != -100  # evaluation often scores few of a window's tokens: the others need no logits
-        losses = token_losses(x[scored], shared[0], targets[scored], shared[1])
-        return losses.new_zeros(targets.shape).masked_scatter(scored, losses)
+            return losses.view_as(targets)
+        return losses.new_zeros(targets.shape).masked_scatter(targets != -100, losses)
 
-    def _check_batch(self, tokens: Tensor) -> None:
+    def check_tokens(self, tokens: Tensor) -> None:
+        """Raise ValueError unless tokens are integers (B, T), B and T at least 1, on this device, in the vocabulary."""
         check_tensor("tokens", tokens)
         if tokens.ndim != 2 or 0 in tokens.shape:
             raise ValueError(f"tokens must be (B, T) with B and T of at least 1, found {tuple(tokens.shape)}")
         if tokens.device != self.embedding.weight.device:
             raise ValueError(f"tokens are on {tokens.device}, the model is on {self.embedding.weight.device}")
-
-    def check_tokens(self, tokens: Tensor) -> None:
-        """Raise ValueError unless every id is in [0, vocab_size)."""
-        check_tensor("tokens", tokens)
-        if tokens.is_meta or not tokens.numel():
-            raise ValueError(f"at least one token is needed, found {tuple(tokens.shape)} on {tokens.device}")
-        low, high = (int(value) for value in tokens.aminmax())
-        if low < 0 or high >= self.config.vocab_size:
-            found = low if low < 0 else high
-            raise ValueError(f"token id {found} is outside the vocabulary (0 to {self.config.vocab_size - 1})")
+        if tokens.device.type == "cpu" and not torch.compiler.is_compiling():
+            low, high = (int(value) for value in tokens.aminmax())
+            if low < 0 or high >= self.config.vocab_size:
+                found = low if low < 0 else high
+                raise ValueError(f"token id {found} is outside the vocabulary (0 to {self.config.vocab_size - 1})")
 
     def new_cache(self, batch_size: int, max_length: int, scaling_length: int | None = None) -> Cache:
-        """An empty cache for this model on its device, in the dtype its keys have (autocast's, where that is on).
+        """An empty cache on the model's device, in the dtype its keys have (autocast's, where that is on).
 
-        scaling_length: see forward; the length the sequence will have in the end is the usual choice.
+        scaling_length: see forward; the length that the sequence will have in the end is the usual choice.
         """
         weight, c = self.embedding.weight, self.config
-        if c.attention == "linear":
-            return StateCache(c.n_layer, batch_size, max_length, weight.device, scaling_length)
-        device_type = weight.device.type
-        autocast = torch.is_autocast_enabled(device_type) and weight.dtype == torch.float32
-        dtype = torch.get_autocast_dtype(device_type) if autocast else weight.dtype
-        shape = (c.n_layer, batch_size, c.n_kv_head, max_length, c.head_dim)
-        return KVCache(shape, dtype, weight.device, scaling_length)
+        cache = Cache(batch_size, max_length, scaling_length, weight.device)
+        if c.attention == "softmax":
+            autocast = torch.is_autocast_enabled(weight.device.type) and weight.dtype == torch.float32
+            dtype = torch.get_autocast_dtype(weight.device.type) if autocast else weight.dtype
+            shape = (c.n_layer, batch_size, c.n_kv_head, max_length, c.head_dim)
+            cache.keys, cache.values = (torch.zeros(shape, dtype=dtype, device=weight.device) for _ in range(2))
+        return cache
+
+    @torch.inference_mode()
+    def stream(
+        self,
+        prompts: Sequence[Tensor],
+        max_new_tokens: int,
+        use_cache: bool = True,
+        scaling_length: int | None = None,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        generator: torch.Generator | None = None,
+    ) -> Iterator[Tensor]:
+        """Continue int64 prompts (T,) of any lengths, at least 1, in one batch: yields the new ids, int64 (B,), a step.
+
+        All start at position 0. While the shorter prompts are continued the longer ones are still fed, and yield -1: no
+        padding, so no position and no mask differs from decoding alone. Each prompt gets at least max_new_tokens.
+        temperature 0 takes the likeliest id; else one is drawn with `generator` from the top_k likeliest, or from the
+        smallest set that holds top_p of the probability (Holtzman et al. 2020), or from both. With and without the
+        cache the ids are the same, but for ties that rounding decides. Dropout is off. Raises ValueError for settings
+        out of range and, before any work, where a learned table is too short.
+        """
+        for prompt in prompts:
+            self.check_tokens(prompt[None])
+        check_whole("max_new_tokens", max_new_tokens)
+        check_whole("scaling_length", scaling_length, optional=True)
+        check_sampling(temperature, top_k, top_p, generator, prompts[0].device)
+        shortest, longest = min(map(len, prompts)), max(map(len, prompts))
+        total = longest + max_new_tokens
+        self.pos.check_position(total - 2)  # the last token drawn is never fed back
+        text = torch.full((len(prompts), total), -1, device=prompts[0].device)
+        for row, prompt in zip(text, prompts, strict=True):
+            row[: len(prompt)] = prompt
+        cache = self.new_cache(len(prompts), total - 1, scaling_length) if use_cache else None
+        with evaluating(self):
+            for end in range(shortest, total):
+                new = text[:, cache.length if cache is not None else 0 : end]
+                logits = self._logits(self._hidden(new, cache, scaling_length)[:, -1])
+                drawn, fed = sample(logits, temperature, top_k, top_p, generator)[:, 0], text[:, end] >= 0
+                text[:, end] = torch.where(fed, text[:, end], drawn)
+                yield drawn.masked_fill(fed, -1)
 
     def generate(
         self,
@@ -265,36 +259,14 @@ class GPT(nn.Module):
         generator: torch.Generator | None = None,
         scaling_length: int | None = None,
     ) -> Tensor:
-        """Continue int64 (B, T) to (B, T + max_new_tokens), T at least 1.
-
-        temperature 0 takes the likeliest id; otherwise one is drawn with `generator` from the top_k likeliest, or from
-        the smallest set that holds top_p of the probability (Holtzman et al. 2020), or from both. With and without the
-        cache the tokens are the same, but for ties that rounding decides. scaling_length: see forward. Dropout is off.
-        Raises ValueError for settings out of range and, before any work, where a learned table is too short.
-        """
-        self._check_batch(tokens)
-        check_whole("max_new_tokens", max_new_tokens, 0, 2**31 - 1)
-        check_sampling(temperature, top_k, top_p, generator, tokens.device)
-        if scaling_length is not None:
-            check_whole("scaling_length", scaling_length, open_end=", or None")
+        """Continue int64 (B, T) to (B, T + max_new_tokens); settings and errors as in `stream`."""
         self.check_tokens(tokens)
-        B, T = tokens.shape
-        last = T + max_new_tokens - 2  # the last token drawn is never fed back
-        if max_new_tokens:
-            self.pos.check_position(last)
-        cache = self.new_cache(B, last + 1, scaling_length) if use_cache and max_new_tokens else None
-        text = F.pad(tokens.long(), (0, max_new_tokens))
-        with torch.inference_mode(), evaluating(self):
-            step = None
-            for t in range(T, T + max_new_tokens):
-                if step is None and cache is not None and cache.length:
-                    step = one_token_steps(self, cache)
-                if step:
-                    logits = step(text[:, t - 1 : t])
-                else:
-                    logits = self._logits(self._rows(text[:, :t], cache, scaling_length)[:, -1])
-                text[:, t : t + 1] = sample(logits, temperature, top_k, top_p, generator)
-        return text
+        check_whole("max_new_tokens", max_new_tokens, 0)
+        if max_new_tokens == 0:
+            return tokens
+        drawing = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "generator": generator}
+        new = list(self.stream(list(tokens), max_new_tokens, use_cache, scaling_length, **drawing))
+        return torch.cat((tokens, torch.stack(new, dim=1)), dim=1)
 
     def optimizer_groups(self, weight_decay: float) -> list[dict]:
         """Decay on matrices only: not on norms, biases, or anything of the position scheme.
@@ -314,11 +286,10 @@ class GPT(nn.Module):
     def flops_per_token(self, length: int) -> int:
         """Floating-point operations a token of a forward pass over `length` tokens; a training step does thrice that.
 
-        Matrix products only, a multiply-add as two; attention's two products over all `length` keys, although half of
-        them are masked (Chowdhery et al. 2022, appendix B). Position schemes add too little to count.
+        Matrix products only, a multiply-add as two; attention over all `length` keys, although half of them are masked
+        (Chowdhery et al. 2022, appendix B). Position schemes add too little to count.
         """
-        weights = sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))
-        weights += self.embedding.weight.numel()  # as the output matrix; looking rows up is no arithmetic
+        weights = sum(m.weight.numel() for m in self.modules() if isinstance(m, (nn.Linear, nn.Embedding)))
         if self.config.attention == "linear":  # a chunk of scores, the state read and the state written
             length = min(length, CHUNK) + self.config.head_dim
         return 2 * weights + 4 * self.config.n_layer * self.config.width * length

@@ -1,13 +1,14 @@
 """Position schemes: where a token's place enters the network.
 
-A scheme acts at up to three hooks, always given explicit integer positions:
+B sequences, T tokens, D width, H heads. A scheme acts at up to three hooks, always given explicit integer positions:
 
     embed(rows, positions)                        token rows (B, T, D) -> the same shape
     rotation(positions, length)                   a function on queries and keys (B, H, T, head_dim) -> the same shape
     bias(queries, query_positions, key_positions) (H, Tq, Tk) or (B, H, Tq, Tk), added to the attention scores
     and with it, for Shaw's scheme: values(weights, query_positions, key_positions), added to the attention's output
 
-A bias that head and distance alone decide is given by by_distance(distances), in place of `bias`.
+A bias that head and distance alone decide is given by by_distance(distances), in place of `bias`. No scheme masks later
+keys: attention does.
 
 The base class does nothing at any of them, which makes it a scheme of its own: a causal model without positions
 (NoPE; Haviv et al. 2022, Kazemnejad et al. 2023). `rotation` returns a function, rather than taking the queries, so
@@ -25,7 +26,7 @@ from torch import Tensor, nn
 
 from model.checks import check_whole, is_number
 from model.registry import lookup
-from model.rope import Rotation, plain_frequencies, rope_frequencies, rotary_tables
+from model.rope import build_rotation, plain_frequencies, rope_frequencies, rotary_tables
 from model.scaling import SCALINGS, complete_scaling, regime, scaled
 
 
@@ -35,12 +36,9 @@ class PositionScheme(nn.Module):
     max_length: int | None = None  # positions 0 to max_length - 1 exist; None: no limit
     rotates = False  # whether there are frequencies that a scaling could change
     biased = weighs_values = False  # whether the hooks `bias` and `values` are in use
-    shared = False  # whether the bias comes from by_distance, so that it is the same in every layer
 
     def __init_subclass__(cls) -> None:
-        own = cls.bias is not PositionScheme.bias
-        cls.shared = not own and cls.by_distance is not PositionScheme.by_distance
-        cls.biased = own or cls.shared
+        cls.biased = any(getattr(cls, hook) is not getattr(PositionScheme, hook) for hook in ("bias", "by_distance"))
         cls.weighs_values = cls.values is not PositionScheme.values
 
     def __init__(self, config):
@@ -70,14 +68,13 @@ class PositionScheme(nn.Module):
         """queries (B, H, Tq, head_dim), as rotated. Called with a part of the queries at a time.
 
         Both positions count on, one by one, from their first, which need not be 0; here and in values. What later keys
-        get does not matter. This one is by_distance's, in the queries' dtype, with -inf for later keys.
+        get does not matter. This one is by_distance's.
         """
         # Of Tq + Tk - 1 distances, not Tq · Tk pairs: a table's gradient is then summed along diagonals, in float32,
         # and not gathered number by number.
         Tq, Tk = len(query_positions), len(key_positions)
         distances = query_positions[0] - key_positions[-1] + torch.arange(Tq + Tk - 1, device=key_positions.device)
-        by_distance = self.by_distance(distances.clamp(min=0)).masked_fill(distances < 0, -math.inf)
-        return by_distance.unfold(-1, Tk, 1).to(queries.dtype).flip(-1)  # (H, Tq, Tk)
+        return self.by_distance(distances.clamp(min=0)).unfold(-1, Tk, 1).flip(-1)  # (H, Tq, Tk)
 
     def values(self, weights: Tensor, query_positions: Tensor, key_positions: Tensor) -> Tensor:
         """weights (B, H, Tq, Tk), after the softmax -> (B, H, Tq, head_dim)."""
@@ -157,7 +154,7 @@ class RotaryPositions(PositionScheme):
 
     def rotation(self, positions: Tensor, length: int) -> Callable[[Tensor], Tensor]:
         cos, sin = rotary_tables(positions, *self.frequencies(length, positions.device))
-        return Rotation(cos, sin, self.layout)
+        return build_rotation(cos, sin, self.layout)
 
     def regime(self, length: int) -> Hashable:
         return None if self.scaling is None else regime(self.scaling, self.train_length, length)
@@ -260,7 +257,7 @@ def complete_scheme(pos: dict) -> dict:
     for key, value in done.items():
         kind = type(known[key])
         if kind is int:
-            check_whole(f"pos.{key}", value, most=2**31 - 1)
+            check_whole(f"pos.{key}", value)
         elif kind is float and is_number(value):
             done[key] = float(value)
         elif kind is float or type(value) is not kind:
