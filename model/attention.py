@@ -25,9 +25,7 @@ def causal_bias(q: Tensor, scheme: PositionScheme, positions: Tensor, key_positi
     return bias if bias.ndim == 4 else bias[None]
 
 
-def attention_weights(
-    q: Tensor, k: Tensor, scheme: PositionScheme, positions: Tensor, key_positions: Tensor
-) -> Tensor:
+def attention_weights(q: Tensor, k: Tensor, scheme: PositionScheme, positions: Tensor, key_positions: Tensor) -> Tensor:
     """softmax(q kᵀ / √head_dim + bias), (B, H, Tq, Tk), 0 at later keys. q and k as rotated, with as many heads."""
     scores = (q / math.sqrt(q.shape[-1])) @ k.mT
     return (scores + causal_bias(q, scheme, positions, key_positions)).softmax(dim=-1)

@@ -3,7 +3,6 @@
 import math
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,7 @@ import torch
 
 import model.attention
 from model import GPTConfig
-from model.attention import linear_attention
+from model.attention import attention_weights, linear_attention, softmax_attention
 from model.positions import SCHEMES
 from tests.helpers import ALL_SCHEMES, cached_logits, random_tokens, scheme_id, small_model
 
@@ -38,82 +37,16 @@ def test_blocks_of_queries_change_nothing(pos, n_kv_head, monkeypatch):
 
 
 @pytest.mark.parametrize("pos", ALL_SCHEMES, ids=scheme_id)
-@pytest.mark.parametrize("n_kv_head", [4, 2])
-def test_plain_products_are_the_fused_kernel(pos, n_kv_head, monkeypatch):
-    """What a CPU trains on in bfloat16, in float64 here, against torch's kernel: losses and every gradient."""
-    found = []
-    whole = small_model(pos, n_kv_head=n_kv_head, train_length=512).train()
-    tokens = random_tokens(whole, 2, 301)
-    for plain in (False, True):
-        monkeypatch.setattr(model.attention, "_plain_is_faster", lambda q, plain=plain: plain)
-        whole.zero_grad()
-        losses = whole(tokens[:, :-1], targets=tokens[:, 1:])
-        losses.square().mean().backward()
-        found.append([losses.detach(), *(parameter.grad for parameter in whole.parameters())])
-    for fused, product in zip(*found, strict=True):
-        torch.testing.assert_close(product, fused, rtol=1e-5, atol=1e-8)
-
-
-@pytest.mark.parametrize("pos", [pos for pos in BIASED if SCHEMES[pos["name"]].shared], ids=scheme_id)
-def test_a_bias_by_distance_is_formed_once_a_pass(pos, monkeypatch):
-    network, calls = small_model(pos), []
-    real = network.pos.by_distance
-    monkeypatch.setattr(network.pos, "by_distance", lambda distances: calls.append(len(distances)) or real(distances))
-    with torch.no_grad():
-        network(random_tokens(network, 2, 20))
-    assert calls == [39]
-
-
-@pytest.mark.parametrize("pos", ALL_SCHEMES, ids=scheme_id)
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_layers_that_are_run_again_for_their_gradients(pos, reentrant, monkeypatch):
-    """Activation checkpointing of blocks, from outside: each layer's graph has to be its own."""
-    network = small_model(pos).train()
-    tokens = random_tokens(network, 2, 30)
-    gradients = []
-    for again in (False, True):
-        if again:
-            for block in network.blocks:
-                inner = partial(torch.utils.checkpoint.checkpoint, block.forward, use_reentrant=reentrant)
-                monkeypatch.setattr(block, "forward", inner)
-        network.zero_grad()
-        network(tokens).square().mean().backward()
-        gradients.append([parameter.grad for parameter in network.parameters()])
-    torch.testing.assert_close(gradients[1], gradients[0])
-
-
-@pytest.mark.parametrize("pos", ALL_SCHEMES, ids=scheme_id)
-def test_layers_of_different_dtypes(pos):
-    class Exact(torch.nn.Module):
-        def __init__(self, block):
-            super().__init__()
-            self.block = block.double()
-
-        def forward(self, x, step):
-            return self.block(x.double(), step).float()
-
-    network = small_model(pos, torch.float32)
-    tokens = random_tokens(network, 2, 30)
-    with torch.no_grad():
-        expected = network(tokens)
-        network.blocks[1] = Exact(network.blocks[1])
-        torch.testing.assert_close(network(tokens), expected, rtol=0, atol=1e-4)
-
-
-@pytest.mark.parametrize("pos", ALL_SCHEMES, ids=scheme_id)
-def test_layers_in_blocks_of_different_sizes(pos):
-    """In bfloat16 on a CPU a frozen layer attends by the fused kernel, at once, and the next by products, in blocks."""
-    network = small_model(pos, torch.float32, train_length=600).train()
-    for part in (network.embedding, network.pos, network.blocks[0]):
-        part.requires_grad_(False)
-    tokens = random_tokens(network, 1, 601)
-    with torch.autocast("cpu", torch.bfloat16):
-        losses = network(tokens[:, :-1], targets=tokens[:, 1:])
-        losses.mean().backward()
-        with torch.no_grad():
-            torch.testing.assert_close(
-                network(tokens[:, :-1], targets=tokens[:, 1:]).mean(), losses.mean(), atol=0.02, rtol=0
-            )
+def test_attention_is_values_weighed_by_attention_weights(pos):
+    """The fused kernel against the weights written out, a chunk of queries after earlier keys."""
+    net = small_model(pos)
+    q, k, v = (torch.randn(2, 4, length, 16, dtype=torch.float64) for length in (9, 30, 30))
+    at = net.pos, torch.arange(21, 30), torch.arange(30)
+    weights = attention_weights(q, k, *at)
+    torch.testing.assert_close(weights.sum(dim=-1), torch.ones(2, 4, 9, dtype=torch.float64))
+    assert not weights.masked_select(torch.arange(30) > torch.arange(21, 30)[:, None]).any()
+    expected = weights @ v + (net.pos.values(weights, *at[1:]) if net.pos.weighs_values else 0)
+    torch.testing.assert_close(softmax_attention(q, k, v, *at), expected, rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize("pos", ALL_SCHEMES, ids=scheme_id)
@@ -146,6 +79,7 @@ print(peak() - before)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the peak from Linux's /proc")
 def test_a_long_pass_with_a_bias_needs_no_more_than_twice_ropes_memory():
     """At 12 heads and 8,192 tokens one whole bias would be 3.2 GB."""
@@ -229,7 +163,7 @@ def test_a_running_state_does_not_grow():
     cache = net.new_cache(1, 60)
     for t in range(60):
         net(random_tokens(net, 1, 1, seed=t), cache=cache)
-        sizes.add(sum(part.numel() for state in cache.states for part in state))
+        sizes.add(sum(part.numel() for state in cache.states.values() for part in state))
     assert sizes == {2 * 4 * (16 * 16 + 16)}
 
 
@@ -257,4 +191,4 @@ def test_linear_attention_is_kept_in_float32_under_autocast():
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         cache = net.new_cache(1, 40)
         net(tokens, cache=cache)
-    assert {part.dtype for state in cache.states for part in state} == {torch.float32}
+    assert {part.dtype for state in cache.states.values() for part in state} == {torch.float32}

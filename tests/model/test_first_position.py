@@ -99,7 +99,7 @@ def test_what_is_no_position_is_refused(first):
 def test_a_cache_and_a_tables_end_are_refused():
     net = small_model({"name": "learned"})
     tokens = random_tokens(net, 1, 5)
-    with pytest.raises(ValueError, match="first_position=3: must be 0 with a cache"):
+    with pytest.raises(ValueError, match="first_position and scaling_length are the cache's own"):
         net(tokens, cache=net.new_cache(1, 10), first_position=3)
     net(tokens, cache=net.new_cache(1, 10), first_position=0)
     net(tokens, first_position=27)

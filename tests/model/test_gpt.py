@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-import model.attention
 from model import GPT, GPTConfig
 from model.positions import SCHEMES
 from tests.helpers import ALL_SCHEMES, random_tokens, scheme_id, small_model
@@ -233,7 +232,7 @@ def test_forward_refuses_shapes():
 
 @pytest.mark.parametrize("attention", ["softmax", "linear"])
 @pytest.mark.parametrize("pos", ALL_SCHEMES, ids=scheme_id)
-def test_compiled_model_is_the_model_in_one_graph_up_to_its_losses(pos, attention):
+def test_compiled_model_is_the_model_in_one_graph(pos, attention):
     if attention == "linear" and SCHEMES[pos["name"]].biased:
         return  # refused, see test_attention
     model = small_model(pos, torch.float32, attention=attention).train()
@@ -257,20 +256,17 @@ def test_compiled_model_is_the_model_in_one_graph_up_to_its_losses(pos, attentio
     assert sum(len(graph.graph.nodes) > 10 for graph in graphs) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 @pytest.mark.filterwarnings("ignore:`torch.jit")
-@pytest.mark.parametrize("plain", [False, True], ids=["fused", "plain"])
 @pytest.mark.parametrize("pos", [pos for pos in ALL_SCHEMES if len(pos) == 1], ids=scheme_id)
-def test_compiled_training_is_float64s(pos, plain, monkeypatch):
+def test_compiled_training_is_float64s(pos):
     """What the compiler makes of the model, not only what it is given: losses and gradients, in float32."""
-    if plain and SCHEMES[pos["name"]].weighs_values:
-        return  # is plain anyway
     exact = small_model(pos, n_layer=1, train_length=64).train()
     compiled = small_model(pos, torch.float32, n_layer=1, train_length=64).train()
     tokens = random_tokens(exact, 2, 65)
     expected = exact(tokens[:, :-1], targets=tokens[:, 1:])
     expected.square().mean().backward()
-    monkeypatch.setattr(model.attention, "_plain_is_faster", lambda q: plain)
     torch.compiler.reset()
     found = torch.compile(compiled)(tokens[:, :-1], targets=tokens[:, 1:])
     found.square().mean().backward()

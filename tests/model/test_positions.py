@@ -147,16 +147,16 @@ def test_check_sees_cached_keys_rotated_again(chunks, monkeypatch):
     model = small_model({"name": "rope"})
     tokens = random_tokens(model, 2, 24)
     full = model(tokens)
-    from model.cache import KVCache
+    from model.cache import Cache
 
-    real = KVCache.append
+    real = Cache.append
 
-    def again(self, layer, keys, values):
+    def again(self, layer, start, k, v):
         held = self.keys[layer, :, :, : self.length]
         held.copy_(model.pos.rotation(torch.arange(self.length), self.length)(held))
-        return real(self, layer, keys, values)
+        return real(self, layer, start, k, v)
 
-    monkeypatch.setattr(KVCache, "append", again)
+    monkeypatch.setattr(Cache, "append", again)
     assert (cached_logits(model, tokens, [24]) - full).abs().max() < 1e-9  # invisible in a single chunk
     assert (cached_logits(model, tokens, chunks) - full).abs().max() > 0.01
 
