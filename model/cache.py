@@ -33,10 +33,10 @@ class Cache:
 
         tokens: int64 (B, T), the new ones. Raises ValueError where they do not fit; the cache is then as it was.
         """
-        B, T = tokens.shape
-        if B != self.batch_size or self.length + T > self.max_length:
+        batch_size, new = tokens.shape
+        if batch_size != self.batch_size or self.length + new > self.max_length:
             raise ValueError(
-                f"tokens ({B}, {T}) do not fit: the cache has room for {self.batch_size} sequences of "
+                f"tokens ({batch_size}, {new}) do not fit: the cache has room for {self.batch_size} sequences of "
                 f"max_length={self.max_length} tokens, and holds {self.length}"
             )
         valid, self.frequencies = self.length == 0 or frequencies == self.frequencies, _UNFINISHED

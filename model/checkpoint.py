@@ -109,7 +109,7 @@ def checkpoints(run: str | Path) -> list[Path]:
     run = Path(run)
     if not run.is_dir():
         raise FileNotFoundError(f"{run}: no such run folder")
-    found = [path for path in (run / "checkpoint").glob("step_*.safetensors")]
+    found = list((run / "checkpoint").glob("step_*.safetensors"))
     if not found:
         raise FileNotFoundError(f"{run}: holds no checkpoint (checkpoint/step_*.safetensors); was it a training run?")
     return sorted(found, key=step_of)

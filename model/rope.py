@@ -75,14 +75,16 @@ def build_rotation(cos: Tensor, sin: Tensor, layout: str) -> Callable[[Tensor], 
         if wide not in tables:
             tables[wide] = cos.to(wide), sin.to(wide)
         c, s = tables[wide]
-        turned, rest = x[..., : 2 * planes].to(wide), x[..., 2 * planes :]
+        turned, rest = x.to(wide), None
+        if 2 * planes < x.shape[-1]:
+            turned, rest = turned[..., : 2 * planes], x[..., 2 * planes :]
         if interleaved:
             a, b = turned[..., 0::2], turned[..., 1::2]
             turned = torch.stack((a * c - b * s, b * c + a * s), dim=-1).flatten(-2)
         else:
-            turned = turned * c + torch.cat((turned[..., planes:], turned[..., :planes]), dim=-1) * s
+            turned = turned * c + turned.roll(planes, dims=-1) * s  # the roll exchanges the halves
         turned = turned.to(x.dtype)
-        return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned
+        return turned if rest is None else torch.cat((turned, rest), dim=-1)
 
     return rotate
 

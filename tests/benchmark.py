@@ -111,9 +111,7 @@ def training(device: str, rounds: int, peer: str | None) -> None:
         field = {name: Contender(device, who="ropewalk", pos=name, **words) for name in ("learned", "rope")}
         if cuda:
             field["rope, twice the windows"] = Contender(device, who="ropewalk", pos="rope", windows="32", **words)
-            for name in ("alibi", "t5"):
-                field[name] = Contender(device, who="ropewalk", pos=name, **words)
-                field[f"{name}, FlexAttention"] = Contender(device, who="ropewalk", pos=name, flex="yes", **words)
+            field |= {name: Contender(device, who="ropewalk", pos=name, **words) for name in ("alibi", "t5")}
         field |= others(device, peer, **words) | {"products": Contender(device, work="products", who="machine")}
         race(field, rounds, warm=4)
         show(f"training step, shape {shape}", field, "nanoGPT" if peer else "transformers", "products", "operations")

@@ -65,8 +65,6 @@ def train(words: dict, device: torch.device):
     else:
         groups = model.optimizer_groups(0.1) if who == "ropewalk" else model.parameters()
         optimizer = torch.optim.AdamW(groups, lr=1e-3, fused=True)
-    if words.get("flex"):
-        model.flex_attention = True
     compiles = device.type == "cuda" and who != "transformers"
     forward = torch.compile(model) if compiles else model
     loss = {
