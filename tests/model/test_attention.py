@@ -137,13 +137,12 @@ def test_linear_attention_is_its_definition(chunk, monkeypatch):
 
 @pytest.mark.parametrize("pos", LINEAR, ids=scheme_id)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-9), (torch.float32, 1e-4), (torch.bfloat16, 0.2)])
-@pytest.mark.parametrize("n_kv_head", [4, 2])
-def test_a_running_state_equals_the_full_pass(pos, dtype, tolerance, n_kv_head):
-    net = small_model(pos, dtype, attention="linear", n_kv_head=n_kv_head)
-    tokens = random_tokens(net, 2, net.pos.max_length or 150)
+def test_a_running_state_equals_the_full_pass(pos, dtype, tolerance):
+    net = small_model(pos, dtype, attention="linear", n_kv_head=2)
+    tokens = random_tokens(net, 2, net.pos.max_length or 140)
     with torch.no_grad():
         full = net(tokens)
-    for chunks in ([], [5, 3], [20]):
+    for chunks in ([5, 3], [20, 110]):
         torch.testing.assert_close(cached_logits(net, tokens, chunks), full, rtol=0, atol=tolerance)
 
 

@@ -75,7 +75,7 @@ SAMPLING = [{}, {"temperature": 0.8}, {"temperature": 1.3, "top_k": 5}, {"temper
 def test_generation_is_the_same_with_and_without_cache(pos, settings):
     model = small_model(pos)
     prompt = random_tokens(model, 3, 5)
-    room = model.pos.max_length or 80
+    room = model.pos.max_length or 48
     outputs = [
         model.generate(prompt, room - 5, use_cache=use_cache, generator=torch.Generator().manual_seed(4), **settings)
         for use_cache in (True, False)

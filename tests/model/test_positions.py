@@ -14,12 +14,12 @@ TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 0.15}  # 
 def longest(model: GPT) -> int:
     """Past the training length where the scheme goes there."""
     limit = model.pos.max_length
-    return limit if limit is not None else 3 * model.config.train_length + 1
+    return limit if limit is not None else 2 * model.config.train_length + 1
 
 
 @every_scheme
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("chunks", [[], [5, 3], [1, 20, 2], [31]], ids=str)
+@pytest.mark.parametrize("chunks", [[], [5, 3, 20]], ids=str)
 @pytest.mark.parametrize("n_kv_head", [4, 2, 1])
 def test_cached_pass_equals_the_full_pass(pos, dtype, chunks, n_kv_head):
     model = small_model(pos, dtype, n_kv_head=n_kv_head)
