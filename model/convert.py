@@ -1,31 +1,25 @@
-"""A trained rotary model in the other pairing: queries and keys rearranged, logits equal.
+"""A trained rotary model in the other pairing: rows of queries and keys rearranged, logits equal.
 
-    python -m model.convert run=outputs/<run> layout=interleaved [out=<new folder>]
+    python -m model.convert outputs/<run> interleaved [--out <new folder>]
 
 `half` pairs dimensions (i, i + r/2) of a head, `interleaved` (2i, 2i + 1), r being the rotary width. A score is a sum
 over dimensions, so queries and keys that are rearranged alike, and turned in the new pairs, have the scores they had.
 
 The new folder (by default <run>_<layout>) holds config.yaml and the weights of the latest checkpoint. The optimiser's
-state is left behind: its moments are in the old order. So the new run can be evaluated and started from with init_from=
-(and the same pos.layout=, which the weights' shapes do not tell), but not resumed.
+state is left behind, because its moments are in the old order: the new run can be evaluated and started from
+(init_from= and the same pos.layout=, which the weights' shapes do not tell), but not resumed.
 """
 
+import argparse
 import os
-import re
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from model.checkpoint import latest_checkpoint, load_weights, new_folder, save_checkpoint
+from model.checkpoint import latest_checkpoint, load_weights, new_folder, save_checkpoint, step_of
 from model.gpt import GPT
-from model.safety import printable, read_text
-
-USAGE = "use run=<run folder> layout=half or interleaved, and out=<new folder> for another than <run>_<layout>"
-# A YAML string on one line: in single or double quotes, or plain without a comment behind it.
-ONE_LINE = r"""'(?:[^'\n]|'')*'|"(?:[^"\\\n]|\\.)*"|[^'"|>](?:(?! #).)*"""
 
 
 def permutation(rotary_dim: int, source: str, target: str) -> Tensor:
@@ -59,83 +53,62 @@ def convert_layout(model: GPT, layout: str) -> GPT:
     return converted.train(model.training)
 
 
-def _value(text: str, key: str, pattern: str) -> tuple[int, int]:
-    """Where a value stands in YAML: of a key at the top level or in a block of it. ValueError unless once, as told."""
-    block, _, name = key.rpartition(".")
-    inside = re.search(rf"^{block}:\n(?:(?: .*)?\n)*" if block else r"[\s\S]*", text, re.MULTILINE)
-    indent = "  " if block else ""
-    line = re.compile(rf"^{indent}{name}: (.*(?:\n{indent} .*)*)$", re.MULTILINE)
-    found = [*line.finditer(text, *inside.span())] if inside else []
-    if len(found) != 1 or not re.fullmatch(pattern, found[0][1]):
-        values = " and ".join(repr(match[1]) for match in found) or "none"
-        raise ValueError(f"{key}: expected once, on one line, as train.py writes it; found {values}")
-    return found[0].span(1)
+def read_settings(run: Path) -> dict:
+    """A run's config.yaml as plain values, with its `provenance`. FileNotFoundError where there is none."""
+    from omegaconf import OmegaConf
+
+    if not (run / "config.yaml").is_file():
+        raise FileNotFoundError(f"{run}: not a run folder (it has no config.yaml)")
+    return OmegaConf.to_container(OmegaConf.load(run / "config.yaml"), resolve=False)
 
 
-def convert_config(text: str, source: str, target: str) -> str:
-    """The text of a config.yaml with three lines changed, all else to the letter as it was.
+def write_settings(run: Path, settings: dict) -> None:
+    """Plain values as a run's config.yaml."""
+    from omegaconf import OmegaConf
 
-    pos.layout becomes `target`, the name gets it as its ending, and provenance.wandb_id becomes null, so that the new
-    run does not log into the old one's wandb run. Raises ValueError where one of them is not as train.py writes it.
-    """
-    start, end = _value(text, "name", ONE_LINE)
-    end -= text[start] in "'\""
-    text = f"{text[:end]}_{target}{text[end:]}"
-    for key, old, new in (("pos.layout", source, target), ("provenance.wandb_id", ".+", "null")):
-        start, end = _value(text, key, old)
-        text = text[:start] + new + text[end:]
-    return text
+    OmegaConf.save(OmegaConf.create(settings), run / "config.yaml")
 
 
 def convert_run(run: str | Path, layout: str, out: str | Path | None = None) -> Path:
     """Write the run in the other layout to a new folder, whole or not at all; returns the folder.
 
-    Raises FileNotFoundError where the run, its checkpoint or its config.yaml is missing, and ValueError where `out`
-    exists, a file of the run is damaged, or the layout is not known, not new to the run or not the scheme's.
+    pos.layout changes in its config.yaml, the name gets the layout as its ending, and provenance.wandb_id becomes null,
+    so that the new run does not log into the old one's wandb run. Raises FileNotFoundError where the run, its
+    checkpoint or its config.yaml is missing, and ValueError where `out` exists, the checkpoint is damaged, or the
+    layout is not known, not new to the run or not the scheme's.
     """
-    run = Path(os.path.abspath(Path(run).expanduser()))
+    run = Path(os.path.abspath(run))
     weights = latest_checkpoint(run)
-    model = load_weights(weights)
+    model, settings = load_weights(weights), read_settings(run)
     converted = convert_layout(model, layout)
-    source = model.config.pos["layout"]
-    if source == layout:
+    if model.config.pos["layout"] == layout:
         raise ValueError(f"layout={layout}: {run} has this layout already")
-    path = run / "config.yaml"
-    if not path.is_file():
-        raise FileNotFoundError(f"{run}: not a run folder (it has no config.yaml)")
-    try:
-        text = convert_config(read_text(path), source, layout)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
-    out = run.with_name(f"{run.name}_{layout}") if out is None else Path(os.path.abspath(Path(out).expanduser()))
-    with new_folder(out) as temporary:
-        step = int(weights.stem.removeprefix("step_"))
-        save_checkpoint(temporary, step, converted, None)
-        (temporary / "config.yaml").write_text(text, encoding="utf-8")
+    settings["name"] = f"{settings['name']}_{layout}"
+    settings["pos"]["layout"] = layout
+    settings["provenance"]["wandb_id"] = None
+    out = run.with_name(f"{run.name}_{layout}") if out is None else Path(os.path.abspath(out))
+    with new_folder(out) as folder:
+        save_checkpoint(folder, step_of(weights), converted.config, converted.state_dict())
+        write_settings(folder, settings)
     return out
 
 
-def read_words(words: list[str], needed: set[str], others: set[str], usage: str) -> dict[str, str]:
-    """key=value words as a dictionary. ValueError, saying what is allowed, for others and where a needed one lacks."""
-    given = {key: value for key, _, value in (word.partition("=") for word in words)}
-    wrong = [word for word in words if not re.match(rf"({'|'.join(needed | others)})=.", word)]
-    if wrong or not needed <= set(given):
-        raise ValueError(f"{wrong[0]!r} is no setting here; {usage}" if wrong else usage)
-    return given
-
-
-def main(words: list[str]) -> int:
-    """The command; returns its exit status, 2 where a user can mend what is wrong."""
+def main(words: list[str] | None = None) -> None:
+    """The command; exits with status 2 and a message where a user can mend what is wrong."""
+    parser = argparse.ArgumentParser(
+        "python -m model.convert", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("run", help="a run folder")
+    parser.add_argument("layout", choices=("half", "interleaved"))
+    parser.add_argument("--out", help="the new folder; default <run>_<layout>")
+    given = parser.parse_args(words)
     try:
-        given = read_words(words, {"run", "layout"}, {"out"}, USAGE)
-        out = convert_run(**given)
+        out = convert_run(**vars(given))
     except (ValueError, OSError) as error:
-        print(f"error: {printable(error)}", file=sys.stderr)
-        return 2
-    print(f"wrote {out}: pos.layout={given['layout']}, with the logits of {given['run']}")
-    print(f"It can be evaluated, or started from (init_from={out} pos.layout={given['layout']}), but not resumed.")
-    return 0
+        parser.exit(2, f"error: {error}\n")
+    print(f"wrote {out}: pos.layout={given.layout}, with the logits of {given.run}")
+    print(f"It can be evaluated, or started from (init_from={out} pos.layout={given.layout}), but not resumed.")
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main()

@@ -10,7 +10,7 @@ from torch import nn
 from transformers.activations import ACT2FN
 
 from model import GPT
-from model.hf_weights import LAYOUTS, REFUSED, SCALING_KEYS, TANH_GELUS, from_transformers, to_transformers
+from model.hf_weights import KINDS, REFUSED, SCALING_KEYS, TANH_GELUS, from_transformers, to_transformers
 from model.positions import SCHEMES
 from model.scaling import SCALINGS
 from tests.helpers import ALL_SCHEMES, random_tokens, scheme_id, small_model
@@ -296,7 +296,7 @@ def test_another_architecture_is_refused_by_name():
     with pytest.raises(ValueError, match=r"^model_type=llama: RMSNorm where ours has LayerNorm; known are gpt2"):
         from_transformers(llama)
     bloom = transformers.BloomForCausalLM(transformers.BloomConfig(vocab_size=61, hidden_size=64, n_layer=1, n_head=4))
-    with pytest.raises(ValueError, match=f"^model_type=bloom: known are {', '.join(LAYOUTS)}"):
+    with pytest.raises(ValueError, match=f"^model_type=bloom: known are {', '.join(KINDS)}"):
         from_transformers(bloom)
 
 
