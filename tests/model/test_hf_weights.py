@@ -58,6 +58,9 @@ def test_every_scheme_is_exported_exactly_or_refused_with_a_reason(pos):
             partial = ours.config.pos.get("rotary_fraction", 1.0) < 1
             assert theirs.config.model_type == ("gpt_neox" if partial else EXPORTED[pos["name"]])
             check_equal(ours, theirs)
+            back = from_transformers(theirs)[0].config
+            layout = {"layout": "half"} if pos["name"] == "rope" else {}
+            assert (back.pos, back.bias) == ({**ours.config.pos, **layout}, ours.config.bias)
         else:
             with pytest.raises(ValueError, match=rf"^pos={pos['name']}: has no exact equal to export to: .+"):
                 to_transformers(ours)
@@ -88,12 +91,6 @@ def test_frequencies_that_are_not_ours_are_refused():
     ours = small({"name": "rope", "base": 500.0}, train_length=2, scaling={"name": "yarn", "factor": 4.0})
     with pytest.raises(ValueError, match=r"^rope_type=yarn: transformers' frequencies at length 1 are not ours"):
         to_transformers(ours)
-
-
-def test_a_cache_is_off_where_it_would_not_be_exact():
-    for name in SCALING_KEYS:
-        theirs = to_transformers(small({"name": "rope"}, scaling=scaling_settings(name, 8)))
-        assert theirs.config.use_cache == theirs.generation_config.use_cache == (name not in ("dynamic", "longrope"))
 
 
 def test_linear_attention_is_refused():
@@ -128,18 +125,12 @@ def test_a_part_of_any_head_turns(head_dim, width):
 def theirs_of(kind: str, **settings):
     """A random model of transformers, every weight of it set to something that matters."""
     torch.manual_seed(0)
-    if kind == "gpt2":
-        shape = {"n_positions": T, "n_embd": 64, "n_layer": 2, "n_head": 4}
-        model = transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=61, **{**shape, **settings}))
-    else:
-        shape = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
-        shape |= {"max_position_embeddings": T, "hidden_act": "gelu_pytorch_tanh", "vocab_size": 61}
-        if kind == "starcoder2":
-            others = {"num_key_value_heads": 2, "bos_token_id": None, "eos_token_id": None}
-            model = transformers.Starcoder2ForCausalLM(transformers.Starcoder2Config(**{**shape, **others, **settings}))
-        else:
-            others = {"use_parallel_residual": False, "tie_word_embeddings": True}
-            model = transformers.GPTNeoXForCausalLM(transformers.GPTNeoXConfig(**{**shape, **others, **settings}))
+    shape = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": T}
+    shape |= {"vocab_size": 61, "bos_token_id": None, "eos_token_id": None}
+    if kind != "gpt2":
+        shape |= {"intermediate_size": 256, "hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True}
+        shape |= {"num_key_value_heads": 2} if kind == "starcoder2" else {"use_parallel_residual": False}
+    model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(kind, **shape | settings))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)
@@ -153,7 +144,7 @@ def rope(rope_type: str, original: int | None = None, **parameters) -> dict:
 
 FITTING = [
     ("gpt2", {}),
-    ("gpt2", {"n_embd": 48, "n_head": 2, "n_layer": 3, "activation_function": "gelu_pytorch_tanh"}),
+    ("gpt2", {"hidden_size": 48, "num_attention_heads": 2, "activation_function": "gelu_pytorch_tanh"}),
     ("starcoder2", {}),
     ("starcoder2", {"use_bias": False, "num_key_value_heads": 4}),
     ("starcoder2", {"num_key_value_heads": 1, **rope("linear", factor=4.0)}),
@@ -184,33 +175,15 @@ def test_what_fits_has_the_same_logits(kind, settings):
     assert difference(again, theirs, T // 2) < 1e-5
 
 
-@pytest.mark.parametrize("pos", [pos for pos in ALL_SCHEMES if pos["name"] in EXPORTED], ids=scheme_id)
-@pytest.mark.parametrize("bias", [True, False])
-def test_out_and_in_again_is_the_same_model(pos, bias):
-    ours = small(pos, bias=bias)
-    back, notes = from_transformers(to_transformers(ours))
-    tokens = random_tokens(ours, 2, ours.pos.max_length or 3 * T)
-    assert notes == []
-    assert (ours(tokens) - back(tokens)).abs().max() < 1e-5
-    assert back.config.pos == {**ours.config.pos, **({"layout": "half"} if pos["name"] == "rope" else {})}
-    assert back.config.bias == bias
-
-
 REFUSED_HERE = [
     ("gpt2", {"activation_function": "gelu"}, "activation_function='gelu': ours has gelu_new or"),
-    ("gpt2", {"activation_function": "relu"}, "activation_function='relu'"),
     ("gpt2", {"n_inner": 100}, "n_inner=100: ours has 256 or None"),
     ("gpt2", {"layer_norm_epsilon": 1e-6}, "layer_norm_epsilon=1e-06: ours has 1e-05"),
-    ("gpt2", {"scale_attn_weights": False}, "scale_attn_weights=False"),
     ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=True"),
     ("gpt2", {"add_cross_attention": True}, "add_cross_attention=True"),
-    ("gpt2", {"tie_word_embeddings": False}, "tie_word_embeddings=False"),
     ("gpt_neox", {"use_parallel_residual": True}, "use_parallel_residual=True: ours has False"),
-    ("gpt_neox", {"hidden_act": "gelu"}, "hidden_act='gelu'"),
     ("gpt_neox", {"tie_word_embeddings": False}, "tie_word_embeddings=False"),
-    ("gpt_neox", {"layer_norm_eps": 1e-6}, "layer_norm_eps=1e-06"),
     ("starcoder2", {"intermediate_size": 128}, "intermediate_size=128: ours has 256"),
-    ("starcoder2", {"norm_epsilon": 1e-6}, "norm_epsilon=1e-06"),
     ("starcoder2", {"head_dim": 32}, "head_dim=32: ours has 16"),
     ("starcoder2", rope("proportional", partial_rotary_factor=0.5), "rope_type=proportional"),
     ("starcoder2", rope("yarn", T, factor=4.0, truncate=False), "rope_type=yarn"),
@@ -245,13 +218,6 @@ def test_a_sliding_window_is_told_and_becomes_the_training_length():
     assert ours.config.train_length == 24
     assert difference(ours, theirs, 24) < 1e-5
     assert difference(ours, theirs, 32) > 1e-3
-
-
-def test_half_precision_weights_are_taken_as_they_are():
-    theirs = theirs_of("gpt2").bfloat16()
-    ours, _ = from_transformers(theirs)
-    assert ours.embedding.weight.dtype == torch.float32
-    assert difference(ours, theirs.float(), T) < 1e-5
 
 
 def test_the_activations_that_are_accepted_are_ours():
