@@ -41,6 +41,8 @@ tags: [ropewalk, length-extrapolation]
 
 {about}
 
+Versions of transformers before 5.20 read some rotary settings otherwise.
+
 ## Measured
 
 {measured}
