@@ -216,22 +216,16 @@ def check_architecture(theirs: Any) -> list[str]:
         norm = "RMSNorm where ours has LayerNorm; " if hasattr(theirs, "rms_norm_eps") else ""
         raise ValueError(f"model_type={kind}: {norm}known are {', '.join(KINDS)}")
     inner, head_dim = 4 * theirs.hidden_size, theirs.hidden_size // theirs.num_attention_heads
-    required = {
-        "gpt2": {
-            "activation_function": TANH_GELUS, "layer_norm_epsilon": (1e-5,), "n_inner": (inner, None),
-            "scale_attn_weights": (True,), "scale_attn_by_inverse_layer_idx": (False,), "add_cross_attention": (False,),
-        },
-        "starcoder2": {
-            "hidden_act": TANH_GELUS, "norm_epsilon": (1e-5,), "intermediate_size": (inner,),
-            "head_dim": (head_dim, None),
-        },
-        "gpt_neox": {
-            "hidden_act": TANH_GELUS, "layer_norm_eps": (1e-5,), "intermediate_size": (inner,),
-            "use_parallel_residual": (False,),
-        },
-    }  # fmt: skip
-    for setting, allowed in required[kind].items():
-        if (value := getattr(theirs, setting, None)) not in allowed:
+    required = {  # what ours has; a setting that their architecture lacks counts as equal
+        **dict.fromkeys(("activation_function", "hidden_act"), TANH_GELUS),
+        **dict.fromkeys(("layer_norm_epsilon", "norm_epsilon", "layer_norm_eps"), (1e-5,)),
+        **dict.fromkeys(("n_inner", "intermediate_size"), (inner, None)),
+        **dict.fromkeys(("scale_attn_by_inverse_layer_idx", "add_cross_attention", "use_parallel_residual"), (False,)),
+        "scale_attn_weights": (True,),
+        "head_dim": (head_dim, None),
+    }
+    for setting, allowed in required.items():
+        if (value := getattr(theirs, setting, allowed[0])) not in allowed:
             raise ValueError(f"{setting}={value!r}: ours has {' or '.join(map(str, allowed))}; this model does not fit")
     if getattr(theirs, "sliding_window", None) is not None:
         notes.append(
