@@ -116,8 +116,11 @@ def files_of(config: DataConfig) -> list[Path]:
     """The files of a corpus that is not on the hub, each once and in order. ValueError where there is none."""
     if config.kind == "stdlib":
         root = Path(sysconfig.get_paths()["stdlib"])
-        left_out = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
-        found = [path for path in root.rglob("*.py") if not left_out & set(path.relative_to(root).parts)]
+        left_out = {"test", "tests", "idle_test", "encodings", "site-packages", "dist-packages", "__pycache__"}
+        found: list[Path] = []
+        for folder, subfolders, names in os.walk(root):
+            subfolders[:] = set(subfolders) - left_out
+            found += [Path(folder, name) for name in names if name.endswith(".py")]
         if not found:
             raise ValueError(f"data=stdlib: no Python source under {root}; use data=files data.path=<your text>")
         return sorted(found, key=lambda path: path.relative_to(root).as_posix())

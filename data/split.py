@@ -1,0 +1,104 @@
+"""A corpus as one file of text, and which of its documents are held out."""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from data.corpora import DataConfig, documents
+from data.overlap import group_duplicates
+
+SPLITS = ("train", "val")
+
+Piece = tuple[str, int, bytes]  # a document, or a part of one: its split, bytes of UTF-8, hash of the whole document
+
+
+def split_corpus(path: Path, config: DataConfig, say: Callable[[str], None] = print) -> list[Piece]:
+    """Write a corpus into a file, and say which split each piece of it belongs to.
+
+    The file holds the documents' UTF-8 one after the other, blank ones left out; pieces are in the order of the file.
+    Raises ValueError where there is no text, or none that can be held out.
+    """
+    where = f"data={config.name} ({config.path})" if config.path else f"data={config.name}"
+    labels, sizes, digests = _write_text(path, config)
+    if not sizes:
+        raise ValueError(f"{where}: holds no text at all")
+    if labels[0] is not None:
+        pieces = list(zip(labels, sizes, digests, strict=True))
+    else:
+        groups = group_duplicates(path, sizes)
+        if len(sizes) > 1 and len(set(groups)) == 1:
+            say(f"warning: the documents of {where} are near-duplicates of each other; only equal texts stay together")
+            groups = np.unique(digests, return_inverse=True)[1]
+        held_out = hold_out(sizes, digests, groups, config.val_fraction, config.split_seed)
+        pieces, begin = [], 0
+        for size, digest, val in zip(sizes, digests, held_out.tolist(), strict=True):
+            train = size - val if val in (0, size) else _character(path, begin + size - val) - begin
+            pieces += [(split, part, digest) for split, part in (("train", train), ("val", size - train)) if part]
+            begin += size
+    for split in SPLITS:
+        if split not in (piece[0] for piece in pieces):
+            raise ValueError(f"{where}: the {split} split holds no text; give more text, or other splits")
+    return pieces
+
+
+def _write_text(path: Path, config: DataConfig) -> tuple[list[str | None], list[int], list[bytes]]:
+    labels, sizes, digests = [], [], []
+    with open(path, "wb") as file:
+        for label, blocks in documents(config):
+            begin, digest, blank = file.tell(), hashlib.blake2b(digest_size=16), True
+            for block in blocks:
+                raw = block.encode("utf-8", "replace")
+                file.write(raw)
+                digest.update(raw)
+                blank = blank and not block.strip()
+            if blank:
+                file.seek(begin)
+                file.truncate()
+            else:
+                labels.append(label)
+                sizes.append(file.tell() - begin)
+                digests.append(digest.digest())
+    return labels, sizes, digests
+
+
+def _character(path: Path, at: int) -> int:
+    """Where the character begins that a byte of a file belongs to."""
+    with open(path, "rb") as file:
+        file.seek(max(0, at - 3))
+        before = file.read(min(at, 3) + 1)
+    return at - next(i for i, byte in enumerate(reversed(before)) if byte & 0xC0 != 0x80)
+
+
+def hold_out(
+    sizes: Sequence[int], digests: Sequence[bytes], groups: np.ndarray, fraction: float, seed: int
+) -> np.ndarray:
+    """How many bytes of each document's end are held out, int64 (documents,): all, none, or of at most one a part.
+
+    Groups of documents are drawn by a hash of their text with the seed, and held out whole until about `fraction` of
+    all bytes are (0.9 to 1.1 of that, if possible); a group that is too large is passed over. Where that gives too
+    little, a document too large to hold out whole, and without near-duplicates, gives its end. Where that gives
+    nothing, the smallest group is held out.
+    """
+    sizes = np.array(sizes)
+    target = fraction * int(sizes.sum())
+    most = min(1.1 * target, (target + int(sizes.sum())) / 2)
+    documents_in, bytes_in = np.bincount(groups), np.bincount(groups, weights=sizes)
+    drawn = sorted(range(len(sizes)), key=lambda i: hashlib.blake2b(str(seed).encode() + digests[i]).digest())
+    order = list(dict.fromkeys(groups[drawn].tolist()))
+    chosen, large, done = [], [], 0
+    for group in order:
+        if done >= 0.9 * target:
+            break
+        if done + bytes_in[group] <= most:
+            chosen.append(group)
+            done += bytes_in[group]
+        elif documents_in[group] == 1:
+            large.append(group)
+    if not chosen and not large and len(order) > 1:
+        chosen = [min(order, key=lambda group: bytes_in[group])]
+    held_out = np.where(np.isin(groups, chosen), sizes, 0)
+    if done < 0.9 * target and large:
+        held_out[groups == large[0]] = max(1, round(target - done))
+    return held_out
