@@ -85,20 +85,21 @@ def hold_out(
     target = fraction * int(sizes.sum())
     most = min(1.1 * target, (target + int(sizes.sum())) / 2)
     documents_in, bytes_in = np.bincount(groups), np.bincount(groups, weights=sizes)
-    drawn = sorted(range(len(sizes)), key=lambda i: hashlib.blake2b(str(seed).encode() + digests[i]).digest())
-    order = list(dict.fromkeys(groups[drawn].tolist()))
-    chosen, large, done = [], [], 0
-    for group in order:
+    hashes = b"".join(hashlib.blake2b(str(seed).encode() + digest, digest_size=8).digest() for digest in digests)
+    drawn = groups[np.argsort(np.frombuffer(hashes, "<u8"), kind="stable")]
+    order = drawn[np.sort(np.unique(drawn, return_index=True)[1])]  # each group once
+    chosen, large, done = [], None, 0
+    for group in order.tolist():
         if done >= 0.9 * target:
             break
         if done + bytes_in[group] <= most:
             chosen.append(group)
             done += bytes_in[group]
-        elif documents_in[group] == 1:
-            large.append(group)
-    if not chosen and not large and len(order) > 1:
-        chosen = [min(order, key=lambda group: bytes_in[group])]
+        elif large is None and documents_in[group] == 1:
+            large = group
+    if not chosen and large is None and len(order) > 1:
+        chosen = [order[np.argmin(bytes_in[order])]]
     held_out = np.where(np.isin(groups, chosen), sizes, 0)
-    if done < 0.9 * target and large:
-        held_out[groups == large[0]] = max(1, round(target - done))
+    if done < 0.9 * target and large is not None:
+        held_out[groups == large] = max(1, round(target - done))
     return held_out

@@ -63,7 +63,7 @@ def prepare(config: DataConfig, tokenizer: Tokenizer, say: Callable[[str], None]
     settings = {key: value for key, value in asdict(config).items() if key not in ("name", "cache", "streaming")}
     stats = [(path, path.stat()) for path in files_of(config)] if config.kind != "hub" else []
     source = [(str(path), stat.st_size, stat.st_mtime_ns) for path, stat in stats]
-    key = json.dumps([FORMAT, tokenizer.name, settings, source], sort_keys=True, default=list)
+    key = json.dumps([FORMAT, tokenizer.name, settings, source], sort_keys=True, default=str)
     digest = hashlib.sha256(key.encode()).hexdigest()[:16]
     cache, name = Path(os.path.expanduser(config.cache)), re.sub(r"\W", "_", config.name)
     folder = cache / f"{name}-{tokenizer.name}-{digest}"
@@ -91,7 +91,7 @@ def prepare(config: DataConfig, tokenizer: Tokenizer, say: Callable[[str], None]
                 "documents": {split: len(offsets[split]) - 1 for split in SPLITS},
                 **about,
             }
-            (new / "tokens.json").write_text(json.dumps(meta, indent=1, default=list), encoding="utf-8")
+            (new / "tokens.json").write_text(json.dumps(meta, indent=1, default=str), encoding="utf-8")
             try:
                 new.rename(folder)
             except OSError:  # another process was faster: a folder that is not empty cannot be replaced
@@ -165,9 +165,7 @@ def _tokenise(
     offsets = {split: np.cumsum(lengths[split], dtype=np.int64) for split in SPLITS}
     total = sum(int(offsets[split][-1]) for split in SPLITS)
     say(f"tokenised {total:,} tokens in {seconds:.1f} s, {total / seconds:,.0f} tokens/s")
-    say(
-        f"{overlap['val_covered']:.1%} of the validation text lies in 32-byte pieces that are in the training text, too"
-    )
+    say(f"{overlap['val_covered']:.1%} of the validation text lies in 32-byte pieces of the training text")
     if 2 * offsets["train"][-1] < total:
         say(f"warning: less than half of the text is left to train on, {offsets['train'][-1]:,} of {total:,} tokens")
     content = hashlib.sha256()
