@@ -149,30 +149,25 @@ def _crossing(lengths: Sequence[int], values: Sequence[float], level: float) -> 
     return None
 
 
-def group_labels(named: Sequence[tuple[str, str, str]]) -> dict[str, str]:
+def labels_of(named: Sequence[tuple[str, str, str]]) -> dict[str, str]:
     """(key, run's name, its folder's name) of each run -> a label for each key: the name, without its seed where several
     share the key; with the folder's where another key has that label already."""
-    names: dict[str, list[tuple[str, str]]] = {}
+    names: dict[str, dict[str, str]] = {}
     for key, name, folder in named:
-        names.setdefault(key, []).append((name, folder))
+        names.setdefault(key, {}).setdefault(name, folder)
     labels: dict[str, str] = {}
     for key, same in names.items():
-        name, folder = same[0]
-        several = len({one for one, _ in same}) > 1
-        label = (re.sub(r"[_\- ]*seed[_\-= ]*\d+", "", name) or name) if several else name
+        name, folder = next(iter(same.items()))
+        label = (re.sub(r"[_\- ]*seed[_\-= ]*\d+", "", name) or name) if len(same) > 1 else name
         candidates = chain([label, f"{label} ({folder})"], (f"{label} ({i})" for i in count(2)))
         labels[key] = next(candidate for candidate in candidates if candidate not in labels.values())
     return labels
 
 
-def labels_of(measurements: Sequence[Measurement]) -> dict[str, str]:
-    named = [(m.about["key"], m.about["run"], re.split(r"[/\\]", m.about["folder"])[-1]) for m in measurements]
-    return group_labels(list(dict.fromkeys(named)))
-
-
 def grouped(measurements: Sequence[Measurement]) -> list[Group]:
     """Seeds of one model together, protocol by protocol, in the order they come."""
-    labels, groups = labels_of(measurements), {}
+    named = [(m.about["key"], m.about["run"], re.split(r"[/\\]", m.about.get("folder", ""))[-1]) for m in measurements]
+    labels, groups = labels_of(named), {}
     for m in measurements:
         groups.setdefault((m.about["protocol"], m.about["key"]), []).append(m)
     return [Group(labels[key], members) for (_, key), members in groups.items()]

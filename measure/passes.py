@@ -107,7 +107,6 @@ def _batch_losses(model: GPT, tokens: np.ndarray, passes: np.ndarray, spans: np.
     width = int(sizes.max())
     index = np.minimum(starts[:, None] + np.arange(width + 1), len(tokens) - 1)
     ids = torch.from_numpy(tokens[index].astype(np.int64))  # (B, T + 1), padded with whatever follows
-    model.check_tokens(ids)
     low, high = (spans[:, 1:] - 1 - starts[row, None]).T
     # Only targets that somebody wants have a loss: +1 where a span begins, -1 after it.
     scored = np.zeros((len(passes), width + 1), dtype=np.int64)

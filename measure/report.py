@@ -76,6 +76,9 @@ class Report:
         """All of them, protocol by protocol."""
         return [group for groups in self.protocols.values() for group in groups]
 
+    def group_of(self, measurement: Measurement) -> Group:
+        return next(group for group in self.groups if measurement in group.members)
+
     @property
     def results(self) -> list[dict]:
         return [m.result for m in self.measurements]
