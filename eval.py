@@ -114,10 +114,6 @@ class Run:
     config: GPTConfig
     tokenizer: Tokenizer
 
-    @property
-    def name(self) -> str:
-        return self.settings.name
-
 
 @dataclass
 class Task:
@@ -132,26 +128,17 @@ class Task:
 
 
 def run_folders(config: DictConfig) -> list[Path]:
-    """The folders that runs= names, or the latest run. FileNotFoundError for a pattern that matches none."""
+    """The folders that runs= names, patterns filled in, or the latest run."""
     if config.runs is None:
-        return [latest_run(config)]
-    given = OmegaConf.to_container(config)["runs"]
+        return [runs.latest_run(Path(config.root).expanduser())]
     found = []
-    for name in given if isinstance(given, list) else [given]:
-        if not isinstance(name, str) or not name:
-            raise ValueError(f"runs={given}: must be a run folder, a pattern, or a list of them")
-        path = Path(name).expanduser()
-        matching = [Path(match) for match in sorted(glob.glob(str(path))) if (Path(match) / "config.yaml").is_file()]
-        if not (path.exists() or matching) and glob.has_magic(name):
-            raise FileNotFoundError(f"runs={name}: no run folder matches it")
-        found += [path] if path.exists() or not matching else matching
+    for name in config.runs if OmegaConf.is_list(config.runs) else [config.runs]:
+        path = Path(str(name)).expanduser()
+        matching = [match for match in sorted(glob.glob(str(path))) if (Path(match) / "config.yaml").is_file()]
+        found += [path] if path.exists() or not matching else map(Path, matching)
     if not found:
         raise ValueError("runs=[]: give at least one run folder, or leave it out for the latest run")
     return list({path.resolve(): path for path in found}.values())
-
-
-def latest_run(config: DictConfig) -> Path:
-    return runs.latest_run(Path(config.root).expanduser())
 
 
 def open_run(folder: Path, step: int | None) -> Run:
@@ -211,7 +198,7 @@ def plan_tasks(config: DictConfig, opened: list[Run], texts: list[Text]) -> tupl
     for run, text in zip(opened, texts, strict=True):
         model = f"{run.checkpoint.stem} {text.about['fingerprint']} {seedless(OmegaConf.to_container(run.settings))}"
         for scaling in scalings_of(config):
-            label = " ".join([run.name, *scaling_words(scaling)])
+            label = " ".join([run.settings.name, *scaling_words(scaling)])
             stretched = scaling is not None and scaling["name"] != "none"
             if config.scalings is not None and stretched and not SCHEMES[run.config.pos["name"]].rotates:
                 skipped.append(f"{label}: pos={run.config.pos['name']} has no frequencies to scale")
@@ -247,18 +234,17 @@ class Progress:
     """A bar over all tokens to pass; where the output is no terminal, a line every SILENCE seconds."""
 
     def __init__(self, total: int, shown: bool):
-        self.total, self.shown, self.passed = total, shown, 0
-        self.start = self.said = time.monotonic()
         self.bar = tqdm(total=total, unit="token", unit_scale=True, leave=False, disable=None if shown else True)
+        self.total, self.passed, self.shown = total, 0, shown
+        self.start = self.said = time.monotonic()
 
     def __call__(self, tokens: int) -> None:
-        self.passed += tokens
         self.bar.update(tokens)
-        now = time.monotonic()
+        self.passed, now = self.passed + tokens, time.monotonic()
         if self.shown and self.bar.disable and now - self.said > SILENCE:
-            left = (now - self.start) * (self.total / self.passed - 1)
-            log.info("measured %.0f %% of %s tokens, about %.0f s left", 100 * self.passed / self.total, f"{self.total:,}", left)
-            self.said = now
+            share, self.said = self.passed / self.total, now
+            left = (now - self.start) * (1 / share - 1)
+            log.info("measured %.0f %%, about %.0f s left", 100 * share, left)
 
 
 def measure_all(
@@ -306,8 +292,11 @@ def log_curve(rows: list[dict], prefix: str, record: Callable[[dict], None], wan
 
 
 def log_measurements(task: Task, found: list[Measurement], report: Report, wandb_run: Any) -> None:
-    """Curves by length and by position, probes, and the table of paired differences."""
+    """Curves by length and by position, probes, the usable length, and the table of paired differences."""
+    import wandb  # takes over half a second
+
     stretched = "".join(f"_{word}" for word in scaling_words(found[0].about["scaling"]))
+    summary, result = {}, found[0].result
 
     def record(row: dict) -> None:
         wandb_run.log({key: value for key, value in row.items() if value is not None})  # wandb shows None as a value
@@ -315,24 +304,21 @@ def log_measurements(task: Task, found: list[Measurement], report: Report, wandb
     for measurement in found:
         prefix = f"extrapolation/{measurement.about['protocol']}{stretched}"
         log_curve(measurement.rows, prefix, record, wandb_run)
-        usable = report.group_of(measurement).usable_length()
-        wandb_run.summary.update({f"{prefix}/usable_length": usable["value"]} if usable else {})
-    result = found[0].result
-    for probe, x, values in (
-        ("by_position", "to", {"position": "to", "nll": "nll", "stderr": "stderr"}),
-        ("recall", "distance", {"distance": "distance", "nll": "nll", "control_nll": "control_nll", "gain": "gain"}),
-    ):
-        for row in result.get(probe, []):
-            axis, *others = values
-            record({f"{probe}/{axis}": row[x], **{f"{probe}/{name}{stretched}": row[name] for name in others}})
+        if usable := report.group_of(measurement).usable_length():
+            summary[f"{prefix}/usable_length"] = usable["value"]
+    for row in result.get("by_position", []):
+        values = {f"by_position/{key}{stretched}": row[key] for key in ("nll", "stderr")}
+        record({"by_position/position": row["to"], **values})
+    for row in result.get("recall", []):
+        values = {f"recall/{key}{stretched}": row[key] for key in ("nll", "control_nll", "gain")}
+        record({"recall/distance": row["distance"], **values})
     for row in result.get("shift", []):
-        wandb_run.summary.update({f"shift/mean_change_{row['shift']}{stretched}": row["mean_change"]})
+        summary[f"shift/mean_change_{row['shift']}{stretched}"] = row["mean_change"]
+    wandb_run.summary.update(summary)
     columns = ["protocol", "model", "reference", "length", "difference", "low", "high", "documents"]
     mine = report.group_of(found[0]).label
     rows = [[pair[column] for column in columns] for pair in report.paired if pair["model"] == mine]
     if rows:
-        import wandb
-
         wandb_run.log({f"paired{stretched}": wandb.Table(columns=columns, data=rows)})
 
 
@@ -349,10 +335,11 @@ def evaluate_runs(config: DictConfig, ranks: runs.Ranks = runs.Ranks()) -> list[
     opened = [open_run(folder, config.checkpoint) for folder in folders]
     scoring = scoring_of(config, opened)
     tasks, skipped = plan_tasks(config, opened, [text_of(run, config.cache, ranks) for run in opened])
-    out = Path(config.out or (opened[0].folder if len(opened) == 1 else _comparison(config))).expanduser()
+    several = f"{config.root}/{datetime.now():%Y-%m-%d_%H-%M-%S}_comparison"
+    out = Path(config.out or (opened[0].folder if len(opened) == 1 else several)).expanduser()
     check_names(config, tasks, scoring)
     for run in opened:
-        log.info("run      %s, %s of %s", run.name, run.checkpoint.stem, run.folder)
+        log.info("run      %s, %s of %s", run.settings.name, run.checkpoint.stem, run.folder)
     for text in {task.text.about["fingerprint"]: task.text for task in tasks}.values():
         log.info("text     %s, %s", text.about["corpus"], scoring.pieces(text)[1])
     lengths = ", ".join(map(str, scoring.lengths))
@@ -380,15 +367,13 @@ def evaluate_runs(config: DictConfig, ranks: runs.Ranks = runs.Ranks()) -> list[
             Report([measurement for _, found in mine for measurement in found]).write(run.folder)
         mode = {"mode": config.wandb.mode if run.settings.wandb.mode != "disabled" else "disabled"}
         merged = OmegaConf.merge(run.settings.wandb, mode)
-        with runs.start_wandb(merged, run.folder, run.origin["wandb_id"], job_type="eval", name=run.name) as wandb_run:
+        with runs.start_wandb(
+            merged, run.folder, run.origin["wandb_id"], job_type="eval", name=run.settings.name
+        ) as wandb_run:
             for task, found in mine:
                 log_measurements(task, found, report, wandb_run)
     log.info("wrote    %s", out / "report.html")
     return report.results
-
-
-def _comparison(config: DictConfig) -> str:
-    return f"{config.root}/{datetime.now():%Y-%m-%d_%H-%M-%S}_comparison"
 
 
 def check_names(config: DictConfig, tasks: list[Task], scoring: Scoring) -> None:
@@ -438,7 +423,7 @@ def sample_text(config: DictConfig, ranks: runs.Ranks = runs.Ranks()) -> list[st
     texts = [prompt + run.tokenizer.decode(one) for prompt, one in zip(given, new, strict=True)]
     print(texts[0][shown:] if alone else "\n\n".join(texts))
     speed = f"{count} tokens in {seconds:.2f} s: {count / seconds:.0f} tokens/s"
-    log.info("%s, %s on %s in %s", speed, run.name, device, precision)
+    log.info("%s, %s on %s in %s", speed, run.settings.name, device, precision)
     return texts
 
 

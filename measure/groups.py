@@ -6,7 +6,6 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain, count
-from typing import Any
 
 import numpy as np
 
@@ -43,33 +42,23 @@ class Group:
         return length in self.members[0].losses
 
     def row(self, length: int) -> dict:
-        """nll (mean over seeds), perplexity (of that mean) and bits_per_byte; with each its `_error`, the standard
-        error, and `_low` and `_high`, the 95 % interval. None past a table, with its note."""
-        keys = ("nll", "perplexity", "bits_per_byte")
-        row: dict[str, Any] = {"length": length, **dict.fromkeys(keys)}
+        """nll (nats a token, the mean over seeds), its standard error, low and high (its 95 % interval), perplexity (of
+        that mean) and bits_per_byte. Past a table None, with a note."""
         first = self.members[0]
         if not self.has(length):
-            return row | {"note": first.row(length)["note"]}
-        found = estimate(self.losses(length), first.counts)
-        n_bytes = first.n_bytes.sum()
-        per_byte = float(first.counts.sum() / n_bytes / math.log(2)) if n_bytes else None
-        nll, perplexity = found["value"], exp(found["value"])
-        slopes = {"nll": 1.0, "perplexity": perplexity, "bits_per_byte": per_byte}
-        for key, of_nll in zip(keys, (lambda x: x, exp, lambda x: per_byte and x * per_byte), strict=True):
-            known = slopes[key] is not None
-            row[key] = of_nll(nll)
-            row[f"{key}_error"] = None if found["error"] is None or not known else found["error"] * slopes[key]
-            for end in ("low", "high"):
-                row[f"{key}_{end}"] = None if found[end] is None else of_nll(found[end])
-        return row
+            return {key: first.row(length).get(key) for key in ("length", "nll", "perplexity", "bits_per_byte", "note")}
+        found, n_bytes = estimate(self.losses(length), first.counts), first.n_bytes.sum()
+        nll = found.pop("value")
+        per_byte = float(nll * first.counts.sum() / n_bytes / math.log(2)) if n_bytes else None
+        return {"length": length, "nll": nll, **found, "perplexity": exp(nll), "bits_per_byte": per_byte}
 
     def by_position(self) -> list[dict]:
-        """from, to (positions), nll, nll_low and nll_high (its 95 % interval), of each bin."""
+        """from, to (positions), nll, and low and high (its 95 % interval), of each bin."""
         rows = []
         for same in zip(*(member.bins for member in self.members), strict=True):
             low, high, _, counts = same[0]
             found = estimate(np.stack([losses for _, _, losses, _ in same]), counts)
-            rows.append({"from": low, "to": high, "nll": found["value"], "nll_low": found["low"], "nll_high": found["high"]})
+            rows.append({"from": low, "to": high, "nll": found.pop("value"), **found})
         return rows
 
     def probe(self, name: str, averaged: dict[str, str]) -> dict | None:
@@ -91,8 +80,8 @@ class Group:
         return {"run": self.label, "train_length": self.first["train_length"], name: rows}
 
     def against(self, other: "Group", length: int, other_length: int | None = None) -> dict | None:
-        """Nats a token above the other's on the same tokens: difference, error, low, high, documents, and in words which
-        seeds were compared. None where either was not measured, or not on the same text in the same tokens.
+        """Nats a token above the other's on the same tokens: difference, error, low, high, documents; seeds: which, in
+        words. None where either was not measured, or not on the same text in the same tokens.
 
         Where both have the same seeds, the difference is taken seed by seed.
         """
@@ -127,17 +116,29 @@ class Group:
         if not self.has(base):
             return None
         lengths = [base, *(length for length in self.lengths if length > base and self.has(length))]
-        pairs = [self.over_train_length(length) for length in lengths]
-        found: dict[str, Any] = {"open": []}
-        for key, curve in (("value", "difference"), ("low", "high"), ("high", "low")):
-            at = None if pairs[0][curve] is None else _crossing(lengths, [p[curve] for p in pairs], math.log1p(TOLERANCE))
-            found[key] = None if pairs[0][curve] is None else (at or float(lengths[-1]))
-            if at is None and found[key] is not None:
-                found["open"].append(key)
+        pairs, found = [self.over_train_length(length) for length in lengths], {"open": []}
+        for key, end in (("value", "difference"), ("low", "high"), ("high", "low")):
+            if pairs[0][end] is None:
+                found[key] = None
+                continue
+            at = _crossing(lengths, [pair[end] for pair in pairs], math.log1p(TOLERANCE))
+            found[key] = at or float(lengths[-1])
+            found["open"] += [] if at else [key]
         limit = self.members[0].limit
         if limit is not None and limit < self.lengths[-1] and "value" in found["open"]:
             found |= {"value": float(limit), "low": None, "high": None, "open": [], "note": f"table ends at {limit}"}
         return found
+
+
+def of_metric(row: dict, metric: str) -> tuple[float, float | None, float | None, float | None]:
+    """A group's row as perplexity or bits_per_byte: value, standard error (delta method) and its 95 % interval."""
+    value, nll = row[metric], row["nll"]
+    if value is None or row["error"] is None:
+        return value, None, None, None
+    if metric == "perplexity":
+        return value, value * row["error"], exp(row["low"]), exp(row["high"])
+    scale = value / nll if nll else 0.0
+    return value, scale * row["error"], scale * row["low"], scale * row["high"]
 
 
 def _crossing(lengths: Sequence[int], values: Sequence[float], level: float) -> float | None:
@@ -150,8 +151,10 @@ def _crossing(lengths: Sequence[int], values: Sequence[float], level: float) -> 
 
 
 def labels_of(named: Sequence[tuple[str, str, str]]) -> dict[str, str]:
-    """(key, run's name, its folder's name) of each run -> a label for each key: the name, without its seed where several
-    share the key; with the folder's where another key has that label already."""
+    """(key, run's name, its folder's name) of each run -> a label for each key.
+
+    The name, without its seed where several share the key; with the folder's where another key has that label.
+    """
     names: dict[str, dict[str, str]] = {}
     for key, name, folder in named:
         names.setdefault(key, {}).setdefault(name, folder)

@@ -107,7 +107,7 @@ class Measurement:
         return row
 
     def truncated(self) -> "Measurement | None":
-        """The same model with its context cut to the last train_length tokens: no claim past it is worth less than this.
+        """The same model with its context cut to the last train_length tokens, which no claim past them may fall behind.
 
         Sliding windows score every token in such a context anyway; None where these were not measured.
         """
@@ -151,8 +151,8 @@ def measure(
     losses = iter(score(model, text.tokens, every, progress=progress, ranks=ranks))
     sums = {name: [w.sums(next(losses), text.offsets) for w in part] for name, part in parts.items()}
     byte_sums = _bytes_before(text.tokens, text.bytes_per_token)
-    common = {"key": about["run"], "seed": 0, **about, "pos": c.pos, "scaling": c.scaling, "train_length": c.train_length, **text.about}
-    common["documents"] = scoring.pieces(text)[1]
+    common = {"key": about["run"], "seed": 0, **about, **text.about, "documents": scoring.pieces(text)[1]}
+    common |= {"pos": c.pos, "scaling": c.scaling, "train_length": c.train_length}
     found, bins = [], []
     if "by_position" in parts:
         edges = pairwise(widening_edges(parts["by_position"][0].length))

@@ -3,6 +3,7 @@
 Bars and bands are 95 % intervals; there are none where fewer than ten documents are scored.
 """
 
+import math
 import textwrap
 from collections.abc import Iterable, Sequence
 from itertools import cycle, pairwise
@@ -11,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from measure.groups import Group
+from measure.groups import Group, of_metric
 from model.checkpoint import write_file
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")  # Okabe and Ito 2008
@@ -83,14 +84,13 @@ def legend(figure: Any, axes: Any, curves: int, more: Sequence[tuple[Any, str]] 
         axes.legend(handles, labels, frameon=False)
 
 
-def curve(axes: Any, xs: Sequence, rows: Sequence[dict], key: str, label: str, ended: str | None, style: dict) -> None:
-    """Values with the band between `<key>_low` and `<key>_high`; a cross where a curve ends with its table."""
-    ys = [row[key] for row in rows]
+def curve(axes: Any, points: Sequence[tuple], label: str, ended: str | None, style: dict) -> None:
+    """points: x, value, and the ends of the band or None. A cross marks where a curve ends with its table."""
+    xs, ys, low, high = zip(*points, strict=True) if points else [()] * 4
     axes.plot(xs, ys, label=literal(f"{label} ({ended})" if ended else label), markersize=5, **style)
-    if rows and rows[0][f"{key}_low"] is not None:
-        low, high = ([row[f"{key}_{end}"] for row in rows] for end in ("low", "high"))
+    if points and None not in low:
         axes.fill_between(xs, low, high, color=style["color"], alpha=0.2, linewidth=0)
-    if ended and rows:
+    if ended and points:
         axes.plot(xs[-1], ys[-1], marker="x", markersize=14, markeredgewidth=2.5, color=style["color"])
 
 
@@ -102,10 +102,10 @@ def plot_lengths(protocols: dict[str, list[Group]], metric: str, path: Path) -> 
         values = []
         for group, style in zip(groups, styles(), strict=False):
             rows = [group.row(length) for length in group.lengths]
-            known = [row for row in rows if row[metric] is not None and 0 < row[metric] < float("inf")]
             ended = next((row["note"] for row in rows if row["nll"] is None), None)
-            curve(axes, [row["length"] for row in known], known, metric, group.label, ended, style)
-            values += [row[metric] for row in known]
+            points = [(row["length"], *of_metric(row, metric)) for row in rows if 0 < (row[metric] or 0) < math.inf]
+            curve(axes, [(x, y, low, high) for x, y, _, low, high in points], group.label, ended, style)
+            values += [point[1] for point in points]
         ticks = sorted({length for group in groups for length in group.lengths})
         log_axes(axes, ticks, (group.first["train_length"] for group in groups))
         log_values(axes, values)
@@ -127,9 +127,9 @@ def plot_positions(groups: list[Group], path: Path) -> None:
     figure, panels = new_figure(len(windows), len(groups))
     for axes, (length, some) in zip(panels, sorted(windows.items(), reverse=True), strict=True):
         for group, style in some:
-            rows = group.by_position()
-            xs = [(row["from"] + row["to"] + 1) / 2 for row in rows]  # in tokens of context: positions + 1
-            curve(axes, xs, rows, "nll", group.label, None, style)
+            rows = group.by_position()  # x in tokens of context: positions + 1
+            points = [((r["from"] + r["to"] + 1) / 2, r["nll"], r["low"], r["high"]) for r in rows]
+            curve(axes, points, group.label, None, style)
         ticks = [2**k for k in range(length.bit_length()) if 2**k <= length]
         log_axes(axes, ticks, (group.first["train_length"] for group, _ in some))
         axes.set(xlabel="tokens of context before the predicted one", ylabel="validation loss, nats a token")

@@ -28,8 +28,8 @@ def standard_error(values: np.ndarray) -> float | None:
 def estimate(losses: np.ndarray, counts: np.ndarray, minus: np.ndarray | None = None) -> dict:
     """Mean loss a token over seeds and documents, or how much it is above another one; its error and 95 % interval.
 
-    losses: float64 (seeds, documents), sums over the tokens of each document; counts: (documents,), those tokens; minus:
-    (other seeds, documents), of models whose seeds are others (of equal seeds the caller gives the differences).
+    losses: float64 (seeds, documents), sums over the tokens of each document; counts: (documents,), those tokens.
+    minus: (other seeds, documents), of a model with other seeds; of equal seeds the caller gives the differences.
 
     Returns value; error, the standard error; low and high, the ends of the interval; documents. Both sources of
     variation are in them: the documents (Cochran's ratio estimator), and with several seeds the seeds; a side with one
@@ -93,9 +93,9 @@ def _seed_variance(sides: list[np.ndarray]) -> tuple[float, float]:
 
 
 def t_quantile(freedom: float) -> float:
-    """The 97.5 % point of Student's t, by its density: with t = √freedom tan θ it is proportional to cos(θ)^(freedom-1).
+    """The 97.5 % point of Student's t; freedom: at least 1, need not be whole.
 
-    freedom: at least 1; above 1e5 the normal distribution's.
+    With t = √freedom tan θ the density is proportional to cos(θ)^(freedom - 1).
     """
     if freedom > 1e5:
         return 1.959963984540054

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from html import escape
 
-from measure.groups import TOLERANCE, Group
+from measure.groups import TOLERANCE, Group, of_metric
 from measure.statistics import ENOUGH_DOCUMENTS, FEW_DOCUMENTS, exp
 
 NOTHING = "–"
@@ -129,7 +129,7 @@ def one_model(group: Group) -> Table:
 
 
 def _value(row: dict, metric: str, show_error: bool = True) -> str:
-    return NOTHING if row[metric] is None else digits(row[metric], row[f"{metric}_error"], show_error)
+    return NOTHING if row[metric] is None else digits(*of_metric(row, metric)[:2], show_error)
 
 
 def _errors(groups: Sequence[Group], *meanings: str) -> str:
@@ -144,8 +144,9 @@ def by_length(groups: Sequence[Group], metric: str) -> Table:
     """A line a model, a column a length: `perplexity` or `bits_per_byte`; and the usable length."""
     ended = {f"{g.label}: {g.row(n)['note']}": None for g in groups for n in g.lengths if not g.has(n)}
     cell = lambda group, length: _value(group.row(length), metric)  # noqa: E731
-    note = f"{_errors(groups, PLUS_MINUS, INTERVAL)}; usable: within {TOLERANCE:.0%} of the perplexity at the training length"
-    return _over_lengths(metric.replace("_", " "), groups, cell, "; ".join([note, *ended]), with_usable=True)
+    usable_is = f"usable: within {TOLERANCE:.0%} of the perplexity at the training length"
+    note = "; ".join([_errors(groups, PLUS_MINUS, INTERVAL), usable_is, *ended])
+    return _over_lengths(metric.replace("_", " "), groups, cell, note, with_usable=True)
 
 
 def against_train_length(groups: Sequence[Group]) -> Table:
@@ -192,7 +193,7 @@ def _over_lengths(
     lines = []
     for group in groups:
         cells = [cell(group, length) for length in lengths]
-        if set(cells) - {NOTHING, "1"}:
+        if set(cells) - {NOTHING, "1"} or group.first.get("truncated"):
             before, after = ([tell(group) for tell in some.values()] for some in (about, last))
             lines.append([group.label, *before, *cells, *after])
     return Table(title, ["model", *about, *map(str, lengths), *last], lines, note)
