@@ -103,28 +103,20 @@ def default_stride(train_length: int, lengths: Sequence[int]) -> int:
     return max(1, min(train_length // 2, min(lengths, default=1)))
 
 
-@dataclass
+@dataclass(frozen=True)
 class Run:
-    """A run folder: its settings, where they were used, and the checkpoint to measure."""
+    """A run folder and the checkpoint to measure, under one frequency scaling (None: the one it was trained with)."""
 
     folder: Path
     settings: DictConfig
-    origin: dict
+    origin: dict  # where it was trained
     checkpoint: Path
     config: GPTConfig
     tokenizer: Tokenizer
-
-
-@dataclass
-class Task:
-    """One run under one scaling; None is the one it was trained with. key: equal for seeds of one model."""
-
-    run: Run
-    scaling: dict | None
-    config: GPTConfig
-    text: Text
-    label: str
-    key: str
+    text: Text | None = None
+    scaling: dict | None = None
+    label: str = ""
+    key: str = ""  # equal for seeds of one model
 
 
 def run_folders(config: DictConfig) -> list[Path]:
@@ -159,14 +151,14 @@ def open_run(folder: Path, step: int | None) -> Run:
     return Run(folder, settings, origin, path, config, tokenizer)
 
 
-def text_of(run: Run, cache: str | None, ranks: runs.Ranks) -> Text:
-    """The validation split of a run's data, under its tokenizer."""
+def with_text(run: Run, cache: str | None, ranks: runs.Ranks) -> Run:
+    """With the validation split of its data."""
     data = DataConfig(**run.settings.data)
     data = data if cache is None else replace(data, cache=cache)
     files = ranks.in_turn(lambda: prepare(data, run.tokenizer, say=log.info))
     about = {"corpus": files.meta["corpus"], "fingerprint": files.fingerprint, "tokenizer": run.tokenizer.name}
     about |= {"val_covered": files.meta["val_covered"]} if "val_covered" in files.meta else {}
-    return Text(files.val, files.val_offsets, run.tokenizer.bytes_per_token, about)
+    return replace(run, text=Text(files.val, files.val_offsets, run.tokenizer.bytes_per_token, about))
 
 
 def scalings_of(config: DictConfig) -> list[dict | None]:
@@ -192,11 +184,11 @@ def scaling_words(scaling: dict | None) -> list[str]:
     return [name, *(str(value) if key == "factor" else f"{key}={value}"[:24] for key, value in others.items())]
 
 
-def plan_tasks(config: DictConfig, opened: list[Run], texts: list[Text]) -> tuple[list[Task], list[str]]:
+def plan_runs(config: DictConfig, opened: list[Run]) -> tuple[list[Run], list[str]]:
     """Every run under every scaling that makes sense for it, and why others do not."""
-    tasks, skipped = [], []
-    for run, text in zip(opened, texts, strict=True):
-        model = f"{run.checkpoint.stem} {text.about['fingerprint']} {seedless(OmegaConf.to_container(run.settings))}"
+    planned, skipped = [], []
+    for run in opened:
+        model = f"{run.checkpoint.stem} {run.text.about} {seedless(OmegaConf.to_container(run.settings))}"
         for scaling in scalings_of(config):
             label = " ".join([run.settings.name, *scaling_words(scaling)])
             stretched = scaling is not None and scaling["name"] != "none"
@@ -204,16 +196,16 @@ def plan_tasks(config: DictConfig, opened: list[Run], texts: list[Text]) -> tupl
                 skipped.append(f"{label}: pos={run.config.pos['name']} has no frequencies to scale")
                 continue
             gpt_config = run.config if scaling is None else replace(run.config, scaling=scaling)
-            if any(task.run is run and task.config == gpt_config for task in tasks):
+            if any(other.folder == run.folder and other.config == gpt_config for other in planned):
                 skipped.append(f"{label}: is measured already, under another name")
                 continue
             key = f"{model} {gpt_config.scaling}"
-            if any((key, run.settings.seed) == (task.key, task.run.settings.seed) for task in tasks):
+            if any((key, run.settings.seed) == (other.key, other.settings.seed) for other in planned):
                 key += f" {run.folder}"  # the same training twice is no second seed
-            tasks.append(Task(run, scaling, gpt_config, text, label, key))
-    if not tasks:
+            planned.append(replace(run, config=gpt_config, scaling=scaling, label=label, key=key))
+    if not planned:
         raise ValueError(f"scalings={list(config.scalings)}: none of them fits these runs ({'; '.join(skipped)})")
-    return tasks, skipped
+    return planned, skipped
 
 
 def scoring_of(config: DictConfig, opened: list[Run]) -> Scoring:
@@ -247,29 +239,21 @@ class Progress:
             log.info("measured %.0f %%, about %.0f s left", 100 * share, left)
 
 
-def measure_all(
-    tasks: list[Task], scoring: Scoring, device: torch.device, precision: str, config: DictConfig, ranks: runs.Ranks
-) -> list[list[Measurement]]:
-    """The measurements of every task, with the probes that are asked for, which the first process makes."""
-    total, found = sum(scoring.cost(task.text, build_scheme(task.config)) for task in tasks), []
-    log.info("cost     %s tokens to pass", f"{total:,}")
-    progress = Progress(total, ranks.first)
-    with progress.bar, logging_redirect_tqdm([logging.getLogger()]):
-        for task in tasks:
-            progress.bar.set_description(task.label, refresh=False)
-            model = load_weights(task.run.checkpoint, device, task.scaling)
-            about = {"run": task.label, "folder": str(task.run.folder), "checkpoint": task.run.checkpoint.stem}
-            about |= {"trained_on": task.run.origin["fingerprint"], "precision": precision}
-            about |= {"seed": task.run.settings.seed, "key": task.key}
-            with runs.autocast(device, precision):
-                found.append(measure(model, task.text, scoring, about, progress, ranks))
-                for name in PROBES if ranks.first else ():
-                    if not config[name]:
-                        continue
-                    try:
-                        found[-1][0].probes[name] = PROBES[name](model, task.text.tokens, max(scoring.lengths))
-                    except ValueError as error:  # a text or lengths too short for it, or attention without weights
-                        log.warning("note: %s of %s: %s", name, task.label, error)
+def measure_run(
+    run: Run, scoring: Scoring, config: DictConfig, device: torch.device, precision: str, progress: Progress, ranks: Any
+) -> list[Measurement]:
+    """A measurement a protocol; the first also has the probes that are asked for, which the first process makes."""
+    model = load_weights(run.checkpoint, device, run.scaling)
+    about = {"run": run.label, "folder": str(run.folder), "checkpoint": run.checkpoint.stem, "precision": precision}
+    about |= {"trained_on": run.origin["fingerprint"], "seed": run.settings.seed, "key": run.key}
+    with runs.autocast(device, precision):
+        found = measure(model, run.text, scoring, about, progress, ranks)
+        for name in PROBES if ranks.first else ():
+            try:
+                if config[name]:
+                    found[0].probes[name] = PROBES[name](model, run.text.tokens, max(scoring.lengths))
+            except ValueError as error:  # a text or lengths too short for it, or attention without weights
+                log.warning("note: %s of %s: %s", name, run.label, error)
     return found
 
 
@@ -291,7 +275,7 @@ def log_curve(rows: list[dict], prefix: str, record: Callable[[dict], None], wan
     wandb_run.summary.update({f"{prefix}/perplexity_{row['length']}": row["perplexity"] for row in rows})
 
 
-def log_measurements(task: Task, found: list[Measurement], report: Report, wandb_run: Any) -> None:
+def log_measurements(found: list[Measurement], report: Report, wandb_run: Any) -> None:
     """Curves by length and by position, probes, the usable length, and the table of paired differences."""
     import wandb  # takes over half a second
 
@@ -332,25 +316,29 @@ def evaluate_runs(config: DictConfig, ranks: runs.Ranks = runs.Ranks()) -> list[
     precision = runs.pick_precision(config.precision, device)
     # The first process chooses: a moment later another run may be the latest.
     folders = ranks.share(run_folders(config) if ranks.first else None)
-    opened = [open_run(folder, config.checkpoint) for folder in folders]
+    opened = [with_text(open_run(folder, config.checkpoint), config.cache, ranks) for folder in folders]
     scoring = scoring_of(config, opened)
-    tasks, skipped = plan_tasks(config, opened, [text_of(run, config.cache, ranks) for run in opened])
+    planned, skipped = plan_runs(config, opened)
     several = f"{config.root}/{datetime.now():%Y-%m-%d_%H-%M-%S}_comparison"
-    out = Path(config.out or (opened[0].folder if len(opened) == 1 else several)).expanduser()
-    check_names(config, tasks, scoring)
+    out = Path(config.out or (folders[0] if len(folders) == 1 else several)).expanduser()
+    check_names(config, planned, scoring)
+    total = sum(scoring.cost(run.text, build_scheme(run.config)) for run in planned)
     for run in opened:
         log.info("run      %s, %s of %s", run.settings.name, run.checkpoint.stem, run.folder)
-    for text in {task.text.about["fingerprint"]: task.text for task in tasks}.values():
+    for text in {run.text.about["fingerprint"]: run.text for run in opened}.values():
         log.info("text     %s, %s", text.about["corpus"], scoring.pieces(text)[1])
-    lengths = ", ".join(map(str, scoring.lengths))
-    log.info("lengths  %s, %s windows, on %s in %s", lengths, config.protocol, device, precision)
+    log.info("lengths  %s, %s windows", ", ".join(map(str, scoring.lengths)), config.protocol)
+    log.info("cost     %s tokens to pass on %s in %s", f"{total:,}", device, precision)
     for reason in skipped:
         log.info("left out %s", reason)
 
-    by_task = measure_all(tasks, scoring, device, precision, config, ranks)
+    progress, by_run = Progress(total, ranks.first), []
+    with progress.bar, logging_redirect_tqdm([logging.getLogger()]):
+        for run in planned:
+            by_run.append(measure_run(run, scoring, config, device, precision, progress, ranks))
     if not ranks.first:
         return []
-    everything = [measurement for found in by_task for measurement in found]
+    everything = [measurement for found in by_run for measurement in found]
     notes = comparability(everything)
     if config.truncated:
         everything += [cut for measurement in everything if (cut := measurement.truncated())]
@@ -362,28 +350,24 @@ def evaluate_runs(config: DictConfig, ranks: runs.Ranks = runs.Ranks()) -> list[
     for note in notes:
         log.warning("note: %s", note)
     for run in opened:
-        mine = [(task, found) for task, found in zip(tasks, by_task, strict=True) if task.run is run]
+        mine = [found for other, found in zip(planned, by_run, strict=True) if other.folder == run.folder]
         if len(opened) > 1 and mine:
-            Report([measurement for _, found in mine for measurement in found]).write(run.folder)
+            Report(sum(mine, [])).write(run.folder)
         mode = {"mode": config.wandb.mode if run.settings.wandb.mode != "disabled" else "disabled"}
-        merged = OmegaConf.merge(run.settings.wandb, mode)
-        with runs.start_wandb(
-            merged, run.folder, run.origin["wandb_id"], job_type="eval", name=run.settings.name
-        ) as wandb_run:
-            for task, found in mine:
-                log_measurements(task, found, report, wandb_run)
+        to, name = OmegaConf.merge(run.settings.wandb, mode), run.settings.name
+        with runs.start_wandb(to, run.folder, run.origin["wandb_id"], job_type="eval", name=name) as wandb_run:
+            for found in mine:
+                log_measurements(found, report, wandb_run)
     log.info("wrote    %s", out / "report.html")
     return report.results
 
 
-def check_names(config: DictConfig, tasks: list[Task], scoring: Scoring) -> None:
+def check_names(config: DictConfig, planned: list[Run], scoring: Scoring) -> None:
     """Whether reference= and sort= name something, before hours of measuring."""
-    labels = list(labels_of([(task.key, task.label, task.run.folder.name) for task in tasks]).values())
-    if config.reference is not None and config.reference not in labels:
-        raise ValueError(f"reference={config.reference!r}: the models are {', '.join(labels)}")
-    columns = ["model", *map(str, scoring.lengths)]
-    if config.sort is not None and config.sort not in columns:
-        raise ValueError(f"sort={config.sort!r}: the columns are {', '.join(columns)}")
+    labels = labels_of([(run.key, run.label, run.folder.name) for run in planned]).values()
+    for key, names in (("reference", labels), ("sort", ["model", *map(str, scoring.lengths)])):
+        if config[key] is not None and config[key] not in names:
+            raise ValueError(f"{key}={config[key]!r}: use one of {', '.join(names)}")
 
 
 def sample_text(config: DictConfig, ranks: runs.Ranks = runs.Ranks()) -> list[str]:  # noqa: B008 (it is frozen)

@@ -107,7 +107,7 @@ class Measurement:
         return row
 
     def truncated(self) -> "Measurement | None":
-        """The same model with its context cut to the last train_length tokens, which no claim past them may fall behind.
+        """The same model with its context cut to the last train_length tokens: what any longer context has to beat.
 
         Sliding windows score every token in such a context anyway; None where these were not measured.
         """
