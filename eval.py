@@ -352,7 +352,7 @@ def evaluate_runs(config: DictConfig, ranks: runs.Ranks = runs.Ranks()) -> list[
     for run in opened:
         mine = [found for other, found in zip(planned, by_run, strict=True) if other.folder == run.folder]
         if len(opened) > 1 and mine:
-            Report(sum(mine, [])).write(run.folder)
+            Report([measurement for found in mine for measurement in found]).write(run.folder)
         mode = {"mode": config.wandb.mode if run.settings.wandb.mode != "disabled" else "disabled"}
         to, name = OmegaConf.merge(run.settings.wandb, mode), run.settings.name
         with runs.start_wandb(to, run.folder, run.origin["wandb_id"], job_type="eval", name=name) as wandb_run:

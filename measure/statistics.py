@@ -32,12 +32,10 @@ def estimate(losses: np.ndarray, counts: np.ndarray, minus: np.ndarray | None = 
     minus: (other seeds, documents), of a model with other seeds; of equal seeds the caller gives the differences.
 
     Returns value; error, the standard error; low and high, the ends of the interval; documents. Both sources of
-    variation are in them: the documents (Cochran's ratio estimator), and with several seeds the seeds; a side with one
-    seed is taken to vary as the other side does. The interval is a t interval: the variance over documents is
-    corrected for the residuals' leverage, and its degrees of freedom are those of documents as unequal as these
-    (Bell and McCaffrey 2002, "Bias reduction in standard errors for linear regression with multi-stage samples", for
-    a weighted mean); the two sources' degrees of freedom are joined as Welch (1947) does. Error and interval are None
-    for fewer than ENOUGH_DOCUMENTS documents.
+    variation are in them: the documents, and with several seeds the seeds; a side with one seed is taken to vary as the
+    other side does. The error is Cochran's ratio estimator. The interval adds the squared half widths of the sources'
+    own t intervals (Zou and Donner 2008): that over documents has the degrees of freedom of documents as unequal as
+    these. Error and interval are None for fewer than ENOUGH_DOCUMENTS documents.
     """
     sides = [losses] if minus is None else [losses, minus]
     mean = losses.mean(axis=0) - (0 if minus is None else minus.mean(axis=0))
@@ -46,23 +44,25 @@ def estimate(losses: np.ndarray, counts: np.ndarray, minus: np.ndarray | None = 
     found = {"value": value, "error": None, "low": None, "high": None, "documents": n}
     if n < ENOUGH_DOCUMENTS:
         return found
-    weights, residuals = counts / total, (mean - value * counts) / total
-    over_seeds, seed_freedom = _seed_variance([side.sum(axis=1) / total for side in sides])
-    found["error"] = math.sqrt(n / (n - 1) * float((residuals**2).sum()) + over_seeds)
-    over_documents, document_freedom = _document_variance(weights, residuals)
-    variance, margin = over_documents + over_seeds, 0.0
-    if variance > 0:
-        freedom = variance**2 / (over_documents**2 / document_freedom + over_seeds**2 / seed_freedom)
-        margin = t_quantile(freedom) * math.sqrt(variance)
+    residuals, over_seeds = (mean - value * counts) / total, []  # variances with their degrees of freedom
+    means = [side.sum(axis=1) / total for side in sides]
+    varied = [side for side in means if len(side) > 1]
+    for side in means if varied else []:
+        source = side if len(side) > 1 else varied[0]
+        over_seeds.append((float(source.var(ddof=1)) / len(side), len(source) - 1))
+    found["error"] = math.sqrt(n / (n - 1) * float((residuals**2).sum()) + sum(v for v, _ in over_seeds))
+    sources = [_document_variance(counts / total, residuals), *over_seeds]
+    margin = math.sqrt(sum(t_quantile(freedom) ** 2 * variance for variance, freedom in sources))
     return found | {"low": value - margin, "high": value + margin}
 
 
 def _document_variance(weights: np.ndarray, residuals: np.ndarray) -> tuple[float, float]:
     """Variance of a mean of documents with these weights (n,), which sum to 1, and its degrees of freedom.
 
-    residuals: (n,), weight times the document's mean less the mean. Were all documents' means equally variable, the
-    square of a residual would fall short by the leverage 1 - 2 w + Σ w²; the variance is free of that bias, and its
-    degrees of freedom are 2 mean² / variance of the quadratic form (Satterthwaite 1946).
+    residuals: (n,), weight times the document's mean less the mean. Were all documents' means equally variable, their
+    squares would fall short by the factor 1 - 2 w + Σ w²; the variance is free of that bias, and its degrees of freedom
+    are those of its quadratic form (Bell and McCaffrey 2002, "Bias reduction in standard errors for linear regression
+    with multi-stage samples", for a weighted mean).
     """
     w, s = weights, float((weights**2).sum())
     leverage = 1 - 2 * w + s
@@ -74,32 +74,12 @@ def _document_variance(weights: np.ndarray, residuals: np.ndarray) -> tuple[floa
     return variance, float(s**2 / square)
 
 
-def _seed_variance(sides: list[np.ndarray]) -> tuple[float, float]:
-    """Variance over seeds of the mean of (seeds,), or of the difference of two such means; its degrees of freedom.
-
-    0 where no side has two seeds.
-    """
-    known = [side for side in sides if len(side) > 1]
-    if not known:
-        return 0.0, 1.0
-    variance, parts = 0.0, {}
-    for side in sides:
-        source = side if len(side) > 1 else known[0]
-        part = float(source.var(ddof=1)) / len(side)
-        variance += part
-        parts[id(source)] = (parts.get(id(source), (0.0, 0))[0] + part, len(source) - 1)
-    spread = sum(part**2 / freedom for part, freedom in parts.values())
-    return variance, variance**2 / spread if spread > 0 else 1.0
-
-
 def t_quantile(freedom: float) -> float:
     """The 97.5 % point of Student's t; freedom: at least 1, need not be whole.
 
     With t = √freedom tan θ the density is proportional to cos(θ)^(freedom - 1).
     """
-    if freedom > 1e5:
-        return 1.959963984540054
-    angle = np.linspace(0, math.pi / 2, 20_001)
+    angle = np.linspace(0, min(math.pi / 2, 10 / math.sqrt(freedom)), 2001)
     density = np.maximum(np.cos(angle), 0) ** (freedom - 1)
     below = np.concatenate(([0], np.cumsum((density[1:] + density[:-1]) / 2)))
     return float(math.sqrt(freedom) * math.tan(np.interp(0.95 * below[-1], below, angle)))

@@ -72,8 +72,8 @@ def with_error(row: dict) -> str:
 
 def with_interval(value: float, low: float | None, high: float | None) -> str:
     """`1.191 [1.163, 1.220]`: two digits of the interval's half."""
-    if low is None or high is None or not 0 < high - low < math.inf:
-        return f"{value:.3g}"
+    if low is None or high is None or not 1e-9 * max(1.0, abs(value)) < high - low < math.inf:  # less is rounding
+        return f"{value:.4g}"
     n = places((high - low) / 2)
     return f"{value:.{n}f} [{low:.{n}f}, {high:.{n}f}]"
 
@@ -174,7 +174,7 @@ def against(groups: Sequence[Group], reference: Group) -> Table:
     seeds = [f"seeds of {label}: {words}" for label, words in compared.items()] if several else []
     cell = lambda group, length: difference(pairs[id(group), length])  # noqa: E731
     title = f"nats a token minus those of {reference.label}, on the same tokens"
-    return _over_lengths(title, others, cell, "; ".join([_errors(others, INTERVAL), *seeds]))
+    return _over_lengths(title, others, cell, "; ".join([_errors(groups, INTERVAL), *seeds]))
 
 
 def _over_lengths(
