@@ -18,7 +18,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -32,8 +32,9 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 
 import runs
 from data import DataConfig, Tokenizer, get_tokenizer, prepare
-from measure import Measurement, Report, Scoring, Text, comparability, evaluate_lengths, measure, probes
+from measure import Measurement, Report, Scoring, Text, comparability, evaluate_lengths, measure
 from measure.groups import labels_of, seedless
+from measure.probes import PROBES
 from measure.windows import PROTOCOLS
 from model import GPTConfig
 from model.checkpoint import checkpoints, latest_checkpoint, load_weights, read_config, step_of
@@ -49,11 +50,6 @@ log = logging.getLogger("ropewalk")
 MULTIPLES = (1, 1.25, 1.5, 2, 4)
 SILENCE = 30  # seconds between two lines of progress where the output is no terminal
 ALL_SCALINGS = {"none": lambda: None, **SCALINGS}
-
-
-@dataclass
-class WandbMode:
-    mode: str = MISSING
 
 
 @dataclass
@@ -88,7 +84,7 @@ class EvalConfig:
     top_k: int | None = MISSING
     top_p: float | None = MISSING
     seed: int = MISSING
-    wandb: WandbMode = field(default_factory=WandbMode)
+    wandb: dict[str, str] = MISSING
 
 
 ConfigStore.instance().store(name="eval_schema", node=EvalConfig)
@@ -168,11 +164,7 @@ def scalings_of(config: DictConfig) -> list[dict | None]:
         return [plain["scaling"]]
     if plain["scaling"] is not None or not plain["scalings"]:
         raise ValueError(f"scalings={plain['scalings']}: a list of at least one, without scaling=")
-    scalings = [{"name": one} if isinstance(one, str) else one for one in plain["scalings"]]
-    for scaling in scalings:
-        if scaling is not None:
-            lookup("scalings", ALL_SCALINGS, scaling)
-    return scalings
+    return [{"name": one} if isinstance(one, str) else one for one in plain["scalings"]]
 
 
 def scaling_words(scaling: dict | None) -> list[str]:
@@ -248,22 +240,12 @@ def measure_run(
     about |= {"trained_on": run.origin["fingerprint"], "seed": run.settings.seed, "key": run.key}
     with runs.autocast(device, precision):
         found = measure(model, run.text, scoring, about, progress, ranks)
-        for name in PROBES if ranks.first else ():
+        for name in [name for name in PROBES if config[name] and ranks.first]:
             try:
-                if config[name]:
-                    found[0].probes[name] = PROBES[name](model, run.text.tokens, max(scoring.lengths))
+                found[0].probes[name] = PROBES[name](model, run.text.tokens, max(scoring.lengths))
             except ValueError as error:  # a text or lengths too short for it, or attention without weights
                 log.warning("note: %s of %s: %s", name, run.label, error)
     return found
-
-
-PROBES = {
-    "recall": probes.recall,
-    "shift": lambda model, tokens, longest: probes.shift(model, tokens),
-    "attention": lambda model, tokens, longest: probes.attention_by_distance(
-        model, tokens, min(longest, model.pos.max_length or longest)
-    ),
-}
 
 
 def log_curve(rows: list[dict], prefix: str, record: Callable[[dict], None], wandb_run: Any) -> None:
@@ -326,9 +308,13 @@ def evaluate_runs(config: DictConfig, ranks: runs.Ranks = runs.Ranks()) -> list[
     for run in opened:
         log.info("run      %s, %s of %s", run.settings.name, run.checkpoint.stem, run.folder)
     for text in {run.text.about["fingerprint"]: run.text for run in opened}.values():
-        log.info("text     %s, %s", text.about["corpus"], scoring.pieces(text)[1])
+        covered = text.about.get("val_covered")
+        known = "" if covered is None else f"; {covered:.0%} of it is in the training text too"
+        log.info("text     %s, %s%s", text.about["corpus"], scoring.pieces(text)[1], known)
     log.info("lengths  %s, %s windows", ", ".join(map(str, scoring.lengths)), config.protocol)
     log.info("cost     %s tokens to pass on %s in %s", f"{total:,}", device, precision)
+    if config.max_targets is None and "sliding" in scoring.protocols and 4 * scoring.stride < max(scoring.lengths):
+        log.info("hint     a larger stride= than %d is cheaper, or max_targets=65536", scoring.stride)
     for reason in skipped:
         log.info("left out %s", reason)
 
@@ -381,33 +367,31 @@ def sample_text(config: DictConfig, ranks: runs.Ranks = runs.Ranks()) -> list[st
         raise ValueError("task=sample: takes one run and one scaling")
     run, device = open_run(folders[0], config.checkpoint), runs.pick_device(config.device)
     precision = runs.pick_precision(config.precision, device)
-    model = load_weights(run.checkpoint, device, scalings[0])
+    model, end = load_weights(run.checkpoint, device, scalings[0]), run.tokenizer.end_of_document
     given = [str(one) for one in (config.prompt if OmegaConf.is_list(config.prompt) else [config.prompt])]
-    end = run.tokenizer.end_of_document
     # Nothing to continue is a document's beginning, which in training follows another one's end.
     prompts = [torch.tensor(ids or [end], device=device) for ids in run.tokenizer.encode(given)]
-    new, alone = [[] for _ in given], len(given) == 1
-    shown, start = len(given[0]), time.perf_counter()
-    print(given[0] if alone else "", end="", flush=True)
-    generator = torch.Generator(device).manual_seed(config.seed)
     drawing = {key: config[key] for key in ("temperature", "top_k", "top_p")}
+    drawing["generator"] = torch.Generator(device).manual_seed(config.seed)
+    new, open_rows, shown, start = [[] for _ in given], set(range(len(given))), 0, time.perf_counter()
     with runs.autocast(device, precision):
-        for ids in model.stream(prompts, config.tokens, generator=generator, **drawing):
-            for row, token in enumerate(ids.tolist()):
-                if token >= 0 and len(new[row]) < config.tokens and new[row][-1:] != [end]:
-                    new[row].append(token)
-            if alone:
-                text = given[0] + run.tokenizer.decode(new[0])
-                whole = len(text.rstrip("\ufffd"))  # the bytes of a character may come one by one
-                print(text[shown:whole], end="", flush=True)
-                shown = max(shown, whole)
-            if all(len(one) == config.tokens or one[-1:] == [end] for one in new):
+        for ids in model.stream(prompts, config.tokens, **drawing):
+            for row in [row for row in open_rows if ids[row] >= 0]:
+                new[row].append(int(ids[row]))
+                if len(new[row]) == config.tokens or new[row][-1] == end:
+                    open_rows.remove(row)
+            if len(given) == 1:
+                text = (given[0] + run.tokenizer.decode(new[0])).rstrip(
+                    "\ufffd"
+                )  # bytes of a character come one by one
+                print(text[shown:], end="", flush=True)
+                shown = max(shown, len(text))
+            if not open_rows:
                 break
     count, seconds = sum(map(len, new)), time.perf_counter() - start
     texts = [prompt + run.tokenizer.decode(one) for prompt, one in zip(given, new, strict=True)]
-    print(texts[0][shown:] if alone else "\n\n".join(texts))
-    speed = f"{count} tokens in {seconds:.2f} s: {count / seconds:.0f} tokens/s"
-    log.info("%s, %s on %s in %s", speed, run.settings.name, device, precision)
+    print("\n\n".join(texts)[shown:])
+    log.info("%d tokens in %.2f s: %.0f tokens/s on %s in %s", count, seconds, count / seconds, device, precision)
     return texts
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from measure.passes import BATCH_TOKENS, Alone, Ranks, plan_passes, score
+from measure.passes import BATCH_TOKENS, Alone, plan_passes, score
 from measure.statistics import ENOUGH_DOCUMENTS, estimate, exp, ratio_and_error
 from measure.windows import PROTOCOLS, Windows, cut, cut_by_position, stretches, widening_edges
 from model import GPT
@@ -138,7 +138,7 @@ def measure(
     scoring: Scoring,
     about: dict,
     progress: Callable[[int], None] | None = None,
-    ranks: Ranks = Alone(),  # noqa: B008 (it holds nothing)
+    ranks: Any = Alone(),  # noqa: B008 (it holds nothing)
 ) -> list[Measurement]:
     """A measurement for each protocol; the first also has the loss by position. Autocast is the caller's.
 
@@ -263,30 +263,29 @@ def check_scoring(
     documents: np.ndarray | None,
 ) -> None:
     """Raise ValueError for settings that do not fit the text or each other."""
-    for protocol in protocols:
-        if protocol not in PROTOCOLS:
-            raise ValueError(f"protocol={protocol!r}: use {' or '.join(PROTOCOLS)}")
+    if unknown := [protocol for protocol in protocols if protocol not in PROTOCOLS]:
+        raise ValueError(f"protocol={unknown[0]!r}: use {' or '.join(PROTOCOLS)}")
     if not lengths:
         raise ValueError("lengths=[]: give at least one length")
     for length in lengths:
         check_whole("lengths", length)
-    if max(lengths) > n_tokens - 1:
+    longest = max(lengths)
+    if longest >= n_tokens:
         raise ValueError(
-            f"lengths={list(lengths)}: a window of {max(lengths)} and its target do not fit into the {n_tokens} "
-            "tokens of the text; use shorter lengths or more text"
+            f"lengths={list(lengths)}: a window of {longest} and its target do not fit into the {n_tokens} tokens of "
+            "the text; use shorter lengths or more text"
         )
     check_whole("max_targets", max_targets, optional=True)
     if "sliding" in protocols:
         check_whole("stride", stride)
         if stride > min(lengths):
             raise ValueError(f"stride={stride}: must be no larger than the shortest length, {min(lengths)}")
-    if documents is not None:
-        if documents.ndim != 1 or len(documents) < 2 or (np.diff(documents) <= 0).any():
-            raise ValueError("documents must be the growing offsets of the documents, and the end: (documents + 1,)")
-        if documents[0] < 0 or documents[-1] > n_tokens:
-            raise ValueError(f"documents reach from {documents[0]} to {documents[-1]} in {n_tokens} tokens")
-        if not len(stretches(n_tokens, max(lengths), documents)):
-            raise ValueError(
-                f"documents=within: no document holds a window of {max(lengths)} tokens and its target, the longest "
-                f"has {np.diff(documents).max()}; use shorter lengths or documents=across"
-            )
+    if documents is None:
+        return
+    if len(documents) < 2 or (np.diff(documents) <= 0).any() or documents[0] < 0 or documents[-1] > n_tokens:
+        raise ValueError(f"documents must be growing offsets, (documents + 1,), from 0 to {n_tokens} at most")
+    if not len(stretches(n_tokens, longest, documents)):
+        raise ValueError(
+            f"documents=within: no document holds a window of {longest} tokens and its target, the longest has "
+            f"{np.diff(documents).max()}; use shorter lengths or documents=across"
+        )

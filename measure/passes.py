@@ -1,7 +1,7 @@
 """The losses of windows, from as few forward passes as a causal model needs."""
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,22 +14,13 @@ from model.sampling import evaluating
 BATCH_TOKENS = 16384
 
 
-class Ranks(Protocol):
-    """The processes of a job: runs.Ranks is one."""
-
-    rank: int
-    world_size: int
-
-    def summed(self, values: np.ndarray) -> np.ndarray:
-        """float64 (n,) -> their sums over the processes."""
-
-
 class Alone:
-    """One process that makes all passes by itself."""
+    """One process that makes all passes by itself; runs.Ranks stands for those of a torchrun job."""
 
     rank, world_size = 0, 1
 
     def summed(self, values: np.ndarray) -> np.ndarray:
+        """float64 (n,) -> their sums over the processes."""
         return values
 
 
@@ -58,7 +49,7 @@ def score(
     windows: Sequence[Windows],
     batch_tokens: int = BATCH_TOKENS,
     progress: Callable[[int], None] | None = None,
-    ranks: Ranks = Alone(),  # noqa: B008 (it holds nothing)
+    ranks: Any = Alone(),  # noqa: B008 (it holds nothing)
 ) -> list[np.ndarray]:
     """Of each list of windows the losses, float64 (windows,), in nats summed over each window's targets.
 

@@ -40,11 +40,11 @@ def save(figure: Any, path: Path) -> None:
         write_file(path, lambda to: figure.savefig(to, dpi=150, format=path.suffix[1:], metadata=undated))
 
 
-def new_figure(panels: int, curves: int) -> tuple[Any, list]:
+def new_figure(panels: int) -> tuple[Any, list]:
     """A figure of panels side by side; not pyplot's, so that a notebook's backend is left alone."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(5.6 * panels + (2.4 if curves > 3 else 0.4), 4.4), layout="constrained")
+    figure = Figure(figsize=(5.6 * panels + 2.4, 4.4), layout="constrained")
     return figure, list(figure.subplots(1, panels, squeeze=False)[0])
 
 
@@ -74,14 +74,10 @@ def log_values(axes: Any, values: Sequence[float]) -> None:
         axes.yaxis.set_major_formatter(ticker.FormatStrFormatter("%g"))
 
 
-def legend(figure: Any, axes: Any, curves: int, more: Sequence[tuple[Any, str]] = ()) -> None:
-    """Beside the panels, where it hides no curve, or in one of them. more: handles and labels that no curve has."""
-    handles, labels = axes.get_legend_handles_labels()
-    handles, labels = [*handles, *(handle for handle, _ in more)], [*labels, *(label for _, label in more)]
-    if curves > 3:
-        figure.legend(handles, labels, frameon=False, loc="outside right upper")
-    else:
-        axes.legend(handles, labels, frameon=False)
+def legend(figure: Any, panels: Sequence[Any]) -> None:
+    """Beside the panels, where it hides no curve."""
+    found = {label: handle for axes in panels for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
+    figure.legend(found.values(), found.keys(), frameon=False, loc="outside right upper")
 
 
 def curve(axes: Any, points: Sequence[tuple], label: str, ended: str | None, style: dict) -> None:
@@ -96,8 +92,7 @@ def curve(axes: Any, points: Sequence[tuple], label: str, ended: str | None, sty
 
 def plot_lengths(protocols: dict[str, list[Group]], metric: str, path: Path) -> None:
     """A panel a protocol, a curve a model: perplexity or bits per byte over the length."""
-    curves = max(map(len, protocols.values()))
-    figure, panels = new_figure(len(protocols), curves)
+    figure, panels = new_figure(len(protocols))
     for axes, (protocol, groups) in zip(panels, protocols.items(), strict=True):
         values = []
         for group, style in zip(groups, styles(), strict=False):
@@ -112,7 +107,7 @@ def plot_lengths(protocols: dict[str, list[Group]], metric: str, path: Path) -> 
         axes.set_xlim(ticks[0] / 1.25, ticks[-1] * 1.1)
         axes.set(xlabel="tokens of context evaluated", ylabel=f"validation {metric.replace('_', ' ')}")
         axes.set_title(f"{protocol} windows", fontsize=11)
-    legend(figure, panels[0], curves)
+    legend(figure, panels)
     save(figure, path)
 
 
@@ -124,7 +119,7 @@ def plot_positions(groups: list[Group], path: Path) -> None:
     windows: dict[int, list[tuple[Group, dict]]] = {}
     for group, style in zip(groups, styles(), strict=False):
         windows.setdefault(group.by_position()[-1]["to"], []).append((group, style))
-    figure, panels = new_figure(len(windows), len(groups))
+    figure, panels = new_figure(len(windows))
     for axes, (length, some) in zip(panels, sorted(windows.items(), reverse=True), strict=True):
         for group, style in some:
             rows = group.by_position()  # x in tokens of context: positions + 1
@@ -134,10 +129,7 @@ def plot_positions(groups: list[Group], path: Path) -> None:
         log_axes(axes, ticks, (group.first["train_length"] for group, _ in some))
         axes.set(xlabel="tokens of context before the predicted one", ylabel="validation loss, nats a token")
         axes.set_title(f"loss by position in windows of {length}", fontsize=11)
-        if len(groups) <= 3 or axes is not panels[0]:
-            axes.legend(frameon=False)
-    if len(groups) > 3:
-        legend(figure, panels[0], len(groups))
+    legend(figure, panels)
     save(figure, path)
 
 
@@ -147,9 +139,7 @@ def plot_recall(results: list[dict], path: Path) -> None:
     Error bars: one standard error, over trials or seeds. results: dicts with run (its label), train_length and recall
     (what probes.recall returned). A cross marks where a learned table ends a curve.
     """
-    from matplotlib.lines import Line2D
-
-    figure, (left, right) = new_figure(2, len(results))
+    figure, (left, right) = new_figure(2)
     for result, style in zip(results, styles(), strict=False):
         rows = [row for row in result["recall"] if row["nll"] is not None]
         distances = [row["distance"] for row in rows]
@@ -160,7 +150,10 @@ def plot_recall(results: list[dict], path: Path) -> None:
             axes.errorbar(distances, values, yerr=errors, markersize=5, capsize=3, label=label, **style)
             if ended and rows:
                 axes.plot(distances[-1], values[-1], "x", markersize=14, markeredgewidth=2.5, color=style["color"])
-        left.plot(distances, [row["control_nll"] for row in rows], ":", linewidth=1, color=style["color"])
+        control = literal("control: another first copy") if result is results[0] else None
+        left.plot(
+            distances, [row["control_nll"] for row in rows], ":", linewidth=1, color=style["color"], label=control
+        )
     ticks = sorted({row["distance"] for result in results for row in result["recall"]})
     for axes, text_at in ((left, "bottom"), (right, "top")):  # where the curves are not
         log_axes(axes, ticks, (result["train_length"] for result in results), text_at)
@@ -169,8 +162,7 @@ def plot_recall(results: list[dict], path: Path) -> None:
     left.set_title("loss on the second copy of a random string", fontsize=11)
     right.set_title("what the first copy gains: control − loss", fontsize=11)
     right.axhline(0, color="#777777", linewidth=1, zorder=0)
-    control = Line2D([], [], color="#555555", linestyle=":", linewidth=1), "control: another first copy"
-    legend(figure, right, len(results), [control])
+    legend(figure, [left, right])
     save(figure, path)
 
 

@@ -222,3 +222,12 @@ def _full_precision(model: GPT) -> Iterator[None]:
             yield
     finally:
         torch.set_float32_matmul_precision(before)
+
+
+PROBES = {  # of a model, a text's tokens and the longest length
+    "recall": recall,
+    "shift": lambda model, tokens, longest: shift(model, tokens),
+    "attention": lambda model, tokens, longest: attention_by_distance(
+        model, tokens, min(longest, model.pos.max_length or longest)
+    ),
+}

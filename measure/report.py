@@ -88,8 +88,10 @@ class Report:
         """Those that have anything to say, protocol by protocol, and the probes'."""
         made = []
         for protocol, groups in self.protocols.items():
-            for table in self._of_protocol(groups):
-                made.append(replace(table, title=": ".join(filter(None, (f"{protocol} windows", table.title)))))
+            texts = dict.fromkeys(group.first["fingerprint"][:8] for group in groups)
+            scored = dict.fromkeys(f"{group.members[0].counts.sum():,.0f}" for group in groups)
+            what = f"{protocol} windows, text {' or '.join(texts)}, {' or '.join(scored)} tokens scored"
+            made += [replace(t, title=": ".join(filter(None, (what, t.title)))) for t in self._of_protocol(groups)]
         made += [tables.PROBES[name](rows) for name in tables.PROBES if (rows := self._probed(name))]
         return [table for table in made if table.rows]
 
@@ -168,7 +170,11 @@ class Report:
         return figures
 
     def _html(self, figures: list[Path]) -> str:
-        facts = [*self.notes, *(f"left out: {reason}" for reason in self.skipped)]
+        first = self.measurements[0].about
+        facts = [f"{first['corpus']}, {first['documents']}, in {first.get('precision')}"]
+        if "val_covered" in first:
+            facts.append(f"{first['val_covered']:.0%} of the validation text is in the training text too")
+        facts += [*self.notes, *(f"left out: {reason}" for reason in self.skipped)]
         made = [*self.tables, tables.settings_apart(self.settings) if len(self.settings) > 1 else None]
         parts = ["<h1>Length extrapolation</h1>", *(f"<p>{escape(fact)}</p>" for fact in facts)]
         for path in figures:

@@ -115,12 +115,11 @@ def one_model(group: Group) -> Table:
     for length in group.lengths:
         row = group.row(length)
         if row["nll"] is None:
-            lines.append([str(length), row["note"], "", "", ""])
+            lines.append([str(length), row["note"], "", ""])
             continue
         shown = [_value(row, "perplexity"), _value(row, "bits_per_byte", show_error=False)]
-        shown.append("1" if length == train_length else ratio(group.over_train_length(length)))
-        lines.append([str(length), *shown, f"{group.members[0].counts.sum():,.0f}"])
-    header = ["length", "perplexity", "bits/byte", f"÷ at {train_length}", "scored"]
+        lines.append([str(length), *shown, "1" if length == train_length else ratio(group.over_train_length(length))])
+    header = ["length", "perplexity", "bits/byte", f"÷ at {train_length}"]
     found = usable(group.usable_length())
     note = f"within {TOLERANCE:.0%} of the perplexity at {train_length} up to {found} tokens of context"
     if found == NOTHING:
@@ -170,8 +169,7 @@ def against(groups: Sequence[Group], reference: Group) -> Table:
     others = [group for group in groups if group is not reference]
     pairs = {(id(g), n): g.against(reference, n) for g in others for n in g.lengths}
     compared = {g.label: pair["seeds"] for g in others for n in g.lengths if (pair := pairs[id(g), n])}
-    several = any(len(group.members) > 1 for group in groups)
-    seeds = [f"seeds of {label}: {words}" for label, words in compared.items()] if several else []
+    seeds = [f"seeds of {label}: {words}" for label, words in compared.items() if not words.isdigit()]
     cell = lambda group, length: difference(pairs[id(group), length])  # noqa: E731
     title = f"nats a token minus those of {reference.label}, on the same tokens"
     return _over_lengths(title, others, cell, "; ".join([_errors(groups, INTERVAL), *seeds]))

@@ -81,7 +81,7 @@ def test_evaluation_on_other_data_says_so(two_runs, tmp_path, caplog):
         (["protocol=slide"], "sliding, nonoverlapping or both"),
         (["max_targets=0"], "max_targets=0"),
         (["documents=within", "lengths=[16,200]"], "no document holds a window of 200 .*the longest has"),
-        (["scalings=[yarm]"], "scalings='yarm': known names are none, linear"),
+        (["scalings=[yarm]"], "scaling='yarm': known names are none, linear"),
         (["scalings=[none]", "scaling=yarn"], "without scaling="),
         (["runs=[learned]", "scalings=[yarn]"], "none of them fits .*no frequencies to scale"),
         (["sort=17"], "sort='17': use one of model, 16, 20"),

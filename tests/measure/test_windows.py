@@ -168,7 +168,7 @@ def test_evaluation_leaves_the_model_as_it_was():
         ({"tokens": torch.full((50,), 61)}, "token id 61"),
         ({"documents": [0, 16, 32, 48]}, "no document holds a window of 16 .*documents=across"),
         ({"documents": [0, 50, 40]}, "growing"),
-        ({"documents": [0, 60]}, "0 to 60 in 50"),
+        ({"documents": [0, 60]}, "from 0 to 50 at most"),
     ],
     ids=str,
 )
