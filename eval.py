@@ -1,30 +1,29 @@
 """Length extrapolation: the loss of trained models at, and past, the length they were trained on.
 
     python eval.py                                                  the latest run
-    python eval.py runs=[outputs/a,outputs/b]                       several, side by side; 'outputs/*_seed?' works too
+    python eval.py outputs/a outputs/b                              several, side by side; as runs=[outputs/a,outputs/b]
+    python eval.py runs='outputs/*_seed?'                           all that match
     python eval.py protocol=both lengths=[256,512,1024]             the two ways of cutting a text into windows
     python eval.py runs=[outputs/a] scalings=[none,ntk,yarn]        every run under every frequency scaling that fits
     python eval.py recall=true shift=true attention=true            probes beside perplexity
-    python eval.py task=sample prompt="def " tokens=200             text from the latest run, as it is decoded
+    python eval.py task=sample 'prompt="def "' tokens=200           text from the latest run, as it is decoded
     torchrun --nproc-per-node 2 eval.py                             the same numbers, by two processes
 
-What is measured is kept: an interrupted command, given again, goes on where it stopped. measure/ does the measuring.
+measure/ does the measuring.
 """
 
+import glob
 import logging
-import os
-import re
 import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import hydra
-import numpy as np
 import torch
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
@@ -32,17 +31,16 @@ from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 import runs
-from data import get_tokenizer
-from measure import probes
-from measure.protocols import PROTOCOLS, evaluate_lengths, new_losses
-from measure.report import Report, comparability
-from measure.results import Job, Measurement, Scoring, group_labels, seedless
-from measure.store import Losses
-from model.checkpoint import file_digest, load_weights
-from model.positions import SCHEMES
+from data import DataConfig, Tokenizer, get_tokenizer, prepare
+from measure import Measurement, Report, Scoring, Text, comparability, evaluate_lengths, measure
+from measure.groups import labels_of, seedless
+from measure.probes import PROBES
+from measure.windows import PROTOCOLS
+from model import GPTConfig
+from model.checkpoint import checkpoints, latest_checkpoint, load_weights, read_config, step_of
+from model.checks import check_whole
+from model.positions import SCHEMES, build_scheme
 from model.registry import lookup
-from model.safety import printable
-from model.sampling import continuations
 from model.scaling import SCALINGS
 
 __all__ = ["evaluate_lengths"]  # also for scripts and notebooks
@@ -50,11 +48,8 @@ __all__ = ["evaluate_lengths"]  # also for scripts and notebooks
 log = logging.getLogger("ropewalk")
 
 MULTIPLES = (1, 1.25, 1.5, 2, 4)
-
-
-@dataclass
-class WandbMode:
-    mode: str = MISSING
+SILENCE = 30  # seconds between two lines of progress where the output is no terminal
+ALL_SCALINGS = {"none": lambda: None, **SCALINGS}
 
 
 @dataclass
@@ -64,13 +59,14 @@ class EvalConfig:
     task: str = MISSING
     runs: Any = MISSING
     root: str = MISSING
-    checkpoint: Any = MISSING
+    checkpoint: int | None = MISSING
     protocol: str = MISSING
     lengths: list[int] | None = MISSING
     stride: int | None = MISSING
     max_targets: int | None = MISSING
     documents: str | None = MISSING
     by_position: bool = MISSING
+    truncated: bool = MISSING
     recall: bool = MISSING
     shift: bool = MISSING
     attention: bool = MISSING
@@ -78,19 +74,17 @@ class EvalConfig:
     scalings: list[Any] | None = MISSING
     reference: str | None = MISSING
     sort: str | None = MISSING
-    fresh: bool = MISSING
     device: str = MISSING
     precision: str = MISSING
     out: str | None = MISSING
     cache: str | None = MISSING
-    trust: bool = MISSING
     prompt: Any = MISSING
     tokens: int = MISSING
     temperature: float = MISSING
     top_k: int | None = MISSING
     top_p: float | None = MISSING
     seed: int = MISSING
-    wandb: WandbMode = field(default_factory=WandbMode)
+    wandb: dict[str, str] = MISSING
 
 
 ConfigStore.instance().store(name="eval_schema", node=EvalConfig)
@@ -105,332 +99,300 @@ def default_stride(train_length: int, lengths: Sequence[int]) -> int:
     return max(1, min(train_length // 2, min(lengths, default=1)))
 
 
+@dataclass(frozen=True)
+class Run:
+    """A run folder and the checkpoint to measure, under one frequency scaling (None: the one it was trained with)."""
+
+    folder: Path
+    settings: DictConfig
+    origin: dict  # where it was trained
+    checkpoint: Path
+    config: GPTConfig
+    tokenizer: Tokenizer
+    text: Text | None = None
+    scaling: dict | None = None
+    label: str = ""
+    key: str = ""  # equal for seeds of one model
+
+
+def run_folders(config: DictConfig) -> list[Path]:
+    """The folders that runs= names, patterns filled in, or the latest run."""
+    if config.runs is None:
+        return [runs.latest_run(Path(config.root).expanduser())]
+    found = []
+    for name in config.runs if OmegaConf.is_list(config.runs) else [config.runs]:
+        path = Path(str(name)).expanduser()
+        matching = [match for match in sorted(glob.glob(str(path))) if (Path(match) / "config.yaml").is_file()]
+        found += [path] if path.exists() or not matching else map(Path, matching)
+    if not found:
+        raise ValueError("runs=[]: give at least one run folder, or leave it out for the latest run")
+    return list({path.resolve(): path for path in found}.values())
+
+
+def open_run(folder: Path, step: int | None) -> Run:
+    """ValueError or FileNotFoundError for a run that is not whole, or whose checkpoint is not of its config.yaml."""
+    settings, origin = runs.read_run(folder)
+    of_step = {} if step is None else {step_of(path): path for path in checkpoints(folder)}
+    if step is not None and step not in of_step:
+        raise FileNotFoundError(f"checkpoint={step}: {folder} has checkpoints of steps {', '.join(map(str, of_step))}")
+    path = latest_checkpoint(folder) if step is None else of_step[step]
+    plain, tokenizer, config = OmegaConf.to_container(settings), get_tokenizer(**settings.tokenizer), read_config(path)
+    described = {"vocab_size": tokenizer.vocab_size, "pos": plain["pos"], "scaling": plain["scaling"]}
+    expected = asdict(GPTConfig.from_dict(plain["model"], **described))
+    for key, value in asdict(config).items():
+        if value != expected[key]:
+            raise ValueError(f"{folder}: config.yaml says {key}={expected[key]}, its checkpoint {value}")
+    if step is None and 0 < step_of(path) < settings.train.max_steps:  # 0: weights from elsewhere
+        log.warning("%s: step %d of %d, not trained to its end", folder, step_of(path), settings.train.max_steps)
+    return Run(folder, settings, origin, path, config, tokenizer)
+
+
+def with_text(run: Run, cache: str | None, ranks: runs.Ranks) -> Run:
+    """With the validation split of its data."""
+    data = DataConfig(**run.settings.data)
+    data = data if cache is None else replace(data, cache=cache)
+    files = ranks.in_turn(lambda: prepare(data, run.tokenizer, say=log.info))
+    about = {"corpus": files.meta["corpus"], "fingerprint": files.fingerprint, "tokenizer": run.tokenizer.name}
+    about |= {"val_covered": files.meta["val_covered"]} if "val_covered" in files.meta else {}
+    return replace(run, text=Text(files.val, files.val_offsets, run.tokenizer.bytes_per_token, about))
+
+
 def scalings_of(config: DictConfig) -> list[dict | None]:
     """The frequency scalings to measure under; None is the one a run was trained with."""
     plain = OmegaConf.to_container(config)
     if plain["scalings"] is None:
         return [plain["scaling"]]
-    if plain["scaling"] is not None:
-        raise ValueError("scaling= and scalings= together: give one of them")
-    if not plain["scalings"]:
-        raise ValueError("scalings=[]: give at least one, or leave it out to measure runs as they were trained")
-    scalings = [{"name": one} if isinstance(one, str) else one for one in plain["scalings"]]
-    for scaling in scalings:
-        if scaling is not None:
-            lookup("scalings", {"none": lambda: None, **SCALINGS}, scaling)
-    return scalings
+    if plain["scaling"] is not None or not plain["scalings"]:
+        raise ValueError(f"scalings={plain['scalings']}: a list of at least one, without scaling=")
+    return [{"name": one} if isinstance(one, str) else one for one in plain["scalings"]]
 
 
-@dataclass
-class ScaledRun:
-    """One run under one scaling: what to pass, and the losses so far. Those of equal keys are seeds of one model."""
-
-    run: runs.Run
-    label: str
-    key: str
-    scaling: dict | None
-    job: Job
-    losses: Losses
-
-
-def plan_tasks(
-    config: DictConfig, loaded: list[runs.Run], scoring: Scoring, machine: dict
-) -> tuple[list[ScaledRun], list[str]]:
-    """Every run under every scaling that makes sense for it, and why others do not. machine: device and precision."""
-    tasks, skipped = [], []
-    for run in loaded:
-        weights = file_digest(run.checkpoint)
-        trained = f"{run.checkpoint.stem} on {run.origin['fingerprint']}"
-        model = f"{trained} {seedless(OmegaConf.to_container(run.settings))}"
-        for scaling in scalings_of(config):
-            label = run.name if scaling is None else " ".join([run.name, *_scaling_words(scaling)])
-            stretched = scaling is not None and scaling.get("name") != "none"
-            if config.scalings is not None and stretched and not SCHEMES[run.config.pos["name"]].rotates:
-                skipped.append(f"{label}: pos={run.config.pos['name']} has no frequencies to scale")
-                continue
-            gpt_config = run.config if scaling is None else replace(run.config, scaling=scaling)
-            job = Job(gpt_config, run.files, run.tokenizer, scoring)
-            folder = run.files.folder.parent / "measurements"
-            losses = Losses(folder, job.identity() | machine | {"weights": weights}, new_losses(job.plan), config.fresh)
-            if any(task.run is run and task.job.config == gpt_config for task in tasks):
-                skipped.append(f"{label}: is measured already, under another name")
-                continue
-            key = f"{model} {gpt_config.scaling}"
-            if any((key, run.settings.seed) == (task.key, task.run.settings.seed) for task in tasks):
-                key += f" {run.folder}"  # the same training twice is no second seed
-            tasks.append(ScaledRun(run, label, key, scaling, job, losses))
-    if not tasks:
-        raise ValueError(f"scalings={list(config.scalings)}: none of them fits these runs ({'; '.join(skipped)})")
-    return tasks, skipped
-
-
-def _scaling_words(scaling: dict) -> list[str]:
+def scaling_words(scaling: dict | None) -> list[str]:
     """Its name, and what is not as by default: [yarn, 4.0, beta_fast=8]."""
-    name, known = lookup("scaling", {"none": lambda: None, **SCALINGS}, scaling)
+    if scaling is None:
+        return []
+    name, known = lookup("scaling", ALL_SCALINGS, scaling)
     others = {key: value for key, value in scaling.items() if key != "name" and value != known[key]}
     return [name, *(str(value) if key == "factor" else f"{key}={value}"[:24] for key, value in others.items())]
 
 
-def measure_all(tasks: list[ScaledRun], device: torch.device, precision: str, ranks: runs.Ranks) -> None:
-    """Score what is not scored yet, with one bar over all of it; every few seconds, and at the end, it is saved.
+def plan_runs(config: DictConfig, opened: list[Run]) -> tuple[list[Run], list[str]]:
+    """Every run under every scaling that makes sense for it, and why others do not."""
+    planned, skipped = [], []
+    for run in opened:
+        model = f"{run.checkpoint.stem} {run.text.about} {seedless(OmegaConf.to_container(run.settings))}"
+        for scaling in scalings_of(config):
+            label = " ".join([run.settings.name, *scaling_words(scaling)])
+            stretched = scaling is not None and scaling["name"] != "none"
+            if config.scalings is not None and stretched and not SCHEMES[run.config.pos["name"]].rotates:
+                skipped.append(f"{label}: pos={run.config.pos['name']} has no frequencies to scale")
+                continue
+            gpt_config = run.config if scaling is None else replace(run.config, scaling=scaling)
+            if any(other.folder == run.folder and other.config == gpt_config for other in planned):
+                skipped.append(f"{label}: is measured already, under another name")
+                continue
+            key = f"{model} {gpt_config.scaling}"
+            if any((key, run.settings.seed) == (other.key, other.settings.seed) for other in planned):
+                key += f" {run.folder}"  # the same training twice is no second seed
+            planned.append(replace(run, config=gpt_config, scaling=scaling, label=label, key=key))
+    if not planned:
+        raise ValueError(f"scalings={list(config.scalings)}: none of them fits these runs ({'; '.join(skipped)})")
+    return planned, skipped
 
-    All processes of a job work on one task after the other; the first one's losses are what is known, and are saved.
-    """
-    with ranks.together():
-        names = [task.losses.path.name for task in tasks]
-        if ranks.share(names) != names:
-            raise ValueError(
-                "its weights, data, program, torch, device or precision are not those of the first process; "
-                "numbers from both would not be one measurement"
-            )
-    for task in tasks:
-        task.losses.values = ranks.summed(task.losses.values if ranks.first else np.zeros_like(task.losses.values))
-    open_tasks = [task for task in tasks if not task.losses.complete]
-    cost, left = (sum(task.job.plan.tokens for task in some) for some in (tasks, open_tasks))
-    known = f"; {cost - left:,} of them known from before" if left < cost else ""
-    log.info(f"cost     {cost:,} tokens to pass{known}")
-    hidden = None if open_tasks and ranks.first else True  # None: where the output is no terminal
-    bar = tqdm(total=left, unit="token", unit_scale=True, leave=False, disable=hidden)
-    with bar, logging_redirect_tqdm([logging.getLogger()]):
-        for task in open_tasks:
-            bar.set_description(task.label, refresh=False)
-            model = load_weights(task.run.checkpoint, device, task.scaling)
 
-            def passed(tokens: int, losses: Losses = task.losses) -> None:
-                bar.update(tokens)
-                if ranks.first:
-                    losses.save()
+def scoring_of(config: DictConfig, opened: list[Run]) -> Scoring:
+    """What all of the runs are scored on. Their training lengths are measured too, where windows allow it."""
+    if config.protocol not in (*PROTOCOLS, "both"):
+        raise ValueError(f"protocol={config.protocol!r}: use {', '.join(PROTOCOLS)} or both")
+    check_whole("stride", config.stride, optional=True)
+    trained = {run.config.train_length for run in opened}
+    lengths = default_lengths(min(trained)) if config.lengths is None else sorted(set(config.lengths))
+    least = 1 if config.protocol == "nonoverlapping" else config.stride or 1
+    lengths = sorted({*lengths, *(n for n in trained if lengths and least <= n <= max(lengths))})
+    stride = config.stride or default_stride(min(trained), lengths)
+    protocols = PROTOCOLS if config.protocol == "both" else (config.protocol,)
+    return Scoring(tuple(lengths), protocols, stride, config.max_targets, config.documents, config.by_position)
 
+
+class Progress:
+    """A bar over all tokens to pass; where the output is no terminal, a line every SILENCE seconds."""
+
+    def __init__(self, total: int, shown: bool):
+        self.bar = tqdm(total=total, unit="token", unit_scale=True, leave=False, disable=None if shown else True)
+        self.total, self.passed, self.shown = total, 0, shown
+        self.start = self.said = time.monotonic()
+
+    def __call__(self, tokens: int) -> None:
+        self.bar.update(tokens)
+        self.passed, now = self.passed + tokens, time.monotonic()
+        if self.shown and self.bar.disable and now - self.said > SILENCE:
+            share, self.said = self.passed / self.total, now
+            left = (now - self.start) * (1 / share - 1)
+            log.info("measured %.0f %%, about %.0f s left", 100 * share, left)
+
+
+def measure_run(
+    run: Run, scoring: Scoring, config: DictConfig, device: torch.device, precision: str, progress: Progress, ranks: Any
+) -> list[Measurement]:
+    """A measurement a protocol; the first also has the probes that are asked for, which the first process makes."""
+    model = load_weights(run.checkpoint, device, run.scaling)
+    about = {"run": run.label, "folder": str(run.folder), "checkpoint": run.checkpoint.stem, "precision": precision}
+    about |= {"trained_on": run.origin["fingerprint"], "seed": run.settings.seed, "key": run.key}
+    with runs.autocast(device, precision):
+        found = measure(model, run.text, scoring, about, progress, ranks)
+        for name in [name for name in PROBES if config[name] and ranks.first]:
             try:
-                with runs.autocast(device, precision):
-                    task.job.score(model, task.losses.values, done=passed, ranks=ranks)
-            finally:
-                if ranks.first:
-                    task.losses.save(now=True)
-
-
-def measurements_of(task: ScaledRun, precision: str) -> list[Measurement]:
-    run = task.run
-    about = {"run": task.label, "folder": str(run.folder), "checkpoint": run.checkpoint.stem}
-    about |= {"trained_on": run.origin["fingerprint"], "precision": precision}
-    return task.job.measurements(task.losses.values, about, run.settings.seed, task.key)
-
-
-def probe(task: ScaledRun, config: DictConfig, longest: int, device: torch.device, precision: str) -> dict:
-    """What the probes that are asked for say of one model, by the probe's name."""
-    wanted = [name for name in PROBES if config[name]]
-    if not wanted:
-        return {}
-    model, tokens, found = load_weights(task.run.checkpoint, device, task.scaling), task.run.files.val, {}
-    for name in wanted:
-        log.info("%-8s %s", name, task.label)
-        try:
-            with runs.autocast(device, precision):
-                found[name] = PROBES[name](model, tokens, longest)
-        except ValueError as error:  # a text or lengths too short for it, or attention that has no weights
-            log.warning("note: %s of %s: %s", name, task.label, error)
+                found[0].probes[name] = PROBES[name](model, run.text.tokens, max(scoring.lengths))
+            except ValueError as error:  # a text or lengths too short for it, or attention without weights
+                log.warning("note: %s of %s: %s", name, run.label, error)
     return found
 
 
-PROBES = {
-    "recall": probes.recall,
-    "shift": lambda model, tokens, longest: probes.shift(model, tokens),
-    "attention": lambda model, tokens, longest: probes.attention_by_distance(
-        model, tokens, min(longest, model.pos.max_length or longest)
-    ),
-}
-
-
-def log_curve(result: dict, prefix: str, record: Callable[[dict], None], wandb_run: runs.WandbRun) -> None:
+def log_curve(rows: list[dict], prefix: str, record: Callable[[dict], None], wandb_run: Any) -> None:
     """The curve as metrics with length as their x-axis, and a summary value a length to sort runs by."""
-    rows = [row for row in result["rows"] if row["nll"] is not None]
+    rows = [row for row in rows if row["nll"] is not None]
     for row in rows:
         values = {f"{prefix}/{key}": row.get(key) for key in ("nll", "perplexity", "stderr", "bits_per_byte")}
         record({"extrapolation/length": row["length"], **values})
-    wandb_run.summary({f"{prefix}/perplexity_{row['length']}": row["perplexity"] for row in rows})
+    wandb_run.summary.update({f"{prefix}/perplexity_{row['length']}": row["perplexity"] for row in rows})
 
 
-def log_measurements(task: ScaledRun, found: list[Measurement], report: Report, wandb_run: runs.WandbRun) -> None:
-    """Curves by length and by position, and the table of paired differences."""
-    scaling = found[0].result["scaling"]
-    stretched = "".join(f"_{word}" for word in _scaling_words(scaling)) if scaling else ""
-    pairs = []
+def log_measurements(found: list[Measurement], report: Report, wandb_run: Any) -> None:
+    """Curves by length and by position, probes, the usable length, and the table of paired differences."""
+    import wandb  # takes over half a second
+
+    stretched = "".join(f"_{word}" for word in scaling_words(found[0].about["scaling"]))
+    summary, result = {}, found[0].result
+
+    def record(row: dict) -> None:
+        wandb_run.log({key: value for key, value in row.items() if value is not None})  # wandb shows None as a value
+
     for measurement in found:
-        result = measurement.result
-        log_curve(result, f"extrapolation/{result['protocol']}{stretched}", wandb_run.log, wandb_run)
-        for row in result["rows"]:
-            if pair := row.get("against_train_length"):
-                about = {"protocol": result["protocol"], "length": row["length"]}
-                pairs.append({**about, "reference": f"length {result['train_length']}", **pair})
-    for row in found[0].result.get("recall", []):
+        prefix = f"extrapolation/{measurement.about['protocol']}{stretched}"
+        log_curve(measurement.rows, prefix, record, wandb_run)
+        if usable := report.group_of(measurement).usable_length():
+            summary[f"{prefix}/usable_length"] = usable["value"]
+    for row in result.get("by_position", []):
+        values = {f"by_position/{key}{stretched}": row[key] for key in ("nll", "stderr")}
+        record({"by_position/position": row["to"], **values})
+    for row in result.get("recall", []):
         values = {f"recall/{key}{stretched}": row[key] for key in ("nll", "control_nll", "gain")}
-        wandb_run.log({"recall/distance": row["distance"], **values})
-    for row in found[0].result.get("by_position", []):
-        values = {f"by_position/nll{stretched}": row["nll"], f"by_position/stderr{stretched}": row["stderr"]}
-        wandb_run.log({"by_position/position": row["to"], **values})
-    for row in found[0].result.get("shift", []):
-        wandb_run.summary({f"shift/mean_change_{row['shift']}{stretched}": row["mean_change"]})
-    pairs += [pair for pair in report.paired if pair["model"] == report.labels[task.key]]
-    columns = ["protocol", "length", "reference", "difference", "low", "high", "clusters"]
-    wandb_run.table(f"paired{stretched}", columns, [[pair[column] for column in columns] for pair in pairs])
+        record({"recall/distance": row["distance"], **values})
+    for row in result.get("shift", []):
+        summary[f"shift/mean_change_{row['shift']}{stretched}"] = row["mean_change"]
+    wandb_run.summary.update(summary)
+    columns = ["protocol", "model", "reference", "length", "difference", "low", "high", "documents"]
+    mine = report.group_of(found[0]).label
+    rows = [[pair[column] for column in columns] for pair in report.paired if pair["model"] == mine]
+    if rows:
+        wandb_run.log({f"paired{stretched}": wandb.Table(columns=columns, data=rows)})
 
 
 def evaluate_runs(config: DictConfig, ranks: runs.Ranks = runs.Ranks()) -> list[dict]:  # noqa: B008 (it is frozen)
-    """Measure every run under every scaling, print the tables, write the report and log to wandb.
+    """Measure every run under every scaling, write the report, print the tables and log to wandb.
 
     All processes of a job measure; the rest, and the results, are the first one's.
     """
-    with ranks.together():
-        config = runs.checked(config, EvalConfig)
-        runs.require(config, {"stride": 1, "max_targets": 1})
-        if config.protocol not in (*PROTOCOLS, "both"):
-            raise ValueError(f"protocol={config.protocol!r}: use {', '.join(PROTOCOLS)} or both")
-        mode = runs.wandb_mode(config.wandb.mode) if ranks.first else "disabled"
-        device = runs.pick_device(config.device, ranks.local_rank)
-        precision = runs.pick_precision(config.precision, device)
-        loaded = runs.read_runs(config, ranks)
-        out = _out(config, loaded) if ranks.first else None
-        scoring = _scoring(config, loaded)
-        tasks, skipped = plan_tasks(config, loaded, scoring, {"device": device.type, "precision": precision})
-        _check_columns(config, tasks)
-    for run in loaded:
-        log.info("run      %s, %s of %s", run.name, run.checkpoint.stem, run.folder)
-    for task in {task.run.files.folder: task for task in tasks}.values():
-        log.info("text     %s, %s", task.run.files.meta["corpus"], task.job.documents)
-    lengths = ", ".join(map(str, scoring.lengths))
-    log.info("lengths  %s, %s windows, on %s in %s", lengths, config.protocol, device, precision)
+    config = runs.checked(config, EvalConfig)
+    device = runs.pick_device(config.device, ranks.local_rank)
+    precision = runs.pick_precision(config.precision, device)
+    # The first process chooses: a moment later another run may be the latest.
+    folders = ranks.share(run_folders(config) if ranks.first else None)
+    opened = [with_text(open_run(folder, config.checkpoint), config.cache, ranks) for folder in folders]
+    scoring = scoring_of(config, opened)
+    planned, skipped = plan_runs(config, opened)
+    several = f"{config.root}/{datetime.now():%Y-%m-%d_%H-%M-%S}_comparison"
+    out = Path(config.out or (folders[0] if len(folders) == 1 else several)).expanduser()
+    check_names(config, planned, scoring)
+    total = sum(scoring.cost(run.text, build_scheme(run.config)) for run in planned)
+    for run in opened:
+        log.info("run      %s, %s of %s", run.settings.name, run.checkpoint.stem, run.folder)
+    for text in {run.text.about["fingerprint"]: run.text for run in opened}.values():
+        covered = text.about.get("val_covered")
+        known = "" if covered is None else f"; {covered:.0%} of it is in the training text too"
+        log.info("text     %s, %s%s", text.about["corpus"], scoring.pieces(text)[1], known)
+    log.info("lengths  %s, %s windows", ", ".join(map(str, scoring.lengths)), config.protocol)
+    log.info("cost     %s tokens to pass on %s in %s", f"{total:,}", device, precision)
+    if config.max_targets is None and "sliding" in scoring.protocols and 4 * scoring.stride < max(scoring.lengths):
+        log.info("hint     a larger stride= than %d is cheaper, or max_targets=65536", scoring.stride)
     for reason in skipped:
         log.info("left out %s", reason)
 
-    measure_all(tasks, device, precision, ranks)
+    progress, by_run = Progress(total, ranks.first), []
+    with progress.bar, logging_redirect_tqdm([logging.getLogger()]):
+        for run in planned:
+            by_run.append(measure_run(run, scoring, config, device, precision, progress, ranks))
     if not ranks.first:
         return []
-    by_task = [measurements_of(task, precision) for task in tasks]
-    for task, (first, *_) in zip(tasks, by_task, strict=True):
-        first.result.update(probe(task, config, max(scoring.lengths), device, precision))
-    everything = [measurement for of_task in by_task for measurement in of_task]
-    notes = comparability([m.result for m in everything])
-    commands = [
-        *dict.fromkeys(str(run.origin.get("command", "?")) for run in loaded),
-        shlex.join(runs.redacted(sys.argv)),
-    ]
-    settings = {run.name: OmegaConf.to_container(run.settings) for run in loaded}
+    everything = [measurement for found in by_run for measurement in found]
+    notes = comparability(everything)
+    if config.truncated:
+        everything += [cut for measurement in everything if (cut := measurement.truncated())]
+    commands = [*dict.fromkeys(str(run.origin.get("command", "?")) for run in opened), shlex.join(sys.argv)]
+    settings = {str(run.folder): OmegaConf.to_container(run.settings) for run in opened}
     report = Report(everything, config.reference, config.sort, notes, skipped, commands, settings)
+    report.write(out, html=True)
     print(report.text())
     for note in notes:
         log.warning("note: %s", note)
-    report.write(out)
-    for run in loaded:
-        mine = [(task, of_task) for task, of_task in zip(tasks, by_task, strict=True) if task.run is run]
-        if len(loaded) > 1 and mine:
-            try:
-                Report([m for _, of_task in mine for m in of_task]).write(run.folder, html=False)
-            except OSError as error:  # somebody else's run; the comparison holds it all
-                log.warning("note: nothing is written into %s: %s", run.folder, error)
-        with _wandb(run, mode) as wandb_run:
-            for task, of_task in mine:
-                log_measurements(task, of_task, report, wandb_run)
+    for run in opened:
+        mine = [found for other, found in zip(planned, by_run, strict=True) if other.folder == run.folder]
+        if len(opened) > 1 and mine:
+            Report([measurement for found in mine for measurement in found]).write(run.folder)
+        mode = {"mode": config.wandb.mode if run.settings.wandb.mode != "disabled" else "disabled"}
+        to, name = OmegaConf.merge(run.settings.wandb, mode), run.settings.name
+        with runs.start_wandb(to, run.folder, run.origin["wandb_id"], job_type="eval", name=name) as wandb_run:
+            for found in mine:
+                log_measurements(found, report, wandb_run)
     log.info("wrote    %s", out / "report.html")
     return report.results
 
 
-def _out(config: DictConfig, loaded: list[runs.Run]) -> Path:
-    if config.out:
-        out = Path(config.out).expanduser()
-    elif len(loaded) == 1:
-        out = loaded[0].folder
-    else:
-        out = Path(config.root) / f"{datetime.now():%Y-%m-%d_%H-%M-%S}_comparison"
-    there = next(path for path in (out, *out.absolute().parents) if path.exists())
-    if not there.is_dir():
-        raise ValueError(f"out={out}: {there} is a file; give a folder")
-    if not os.access(there, os.W_OK):
-        raise ValueError(f"out={out}: {there} cannot be written to; give another folder")
-    return out
-
-
-def _scoring(config: DictConfig, loaded: list[runs.Run]) -> Scoring:
-    train_length = min(run.config.train_length for run in loaded)
-    lengths = sorted(set(config.lengths)) if config.lengths is not None else default_lengths(train_length)
-    stride = config.stride if config.stride is not None else default_stride(train_length, lengths)
-    protocols = PROTOCOLS if config.protocol == "both" else (config.protocol,)
-    given = {key: config[key] for key in ("max_targets", "documents", "by_position")}
-    return Scoring(tuple(lengths), protocols, stride, **given)
-
-
-def _check_columns(config: DictConfig, tasks: list[ScaledRun]) -> None:
+def check_names(config: DictConfig, planned: list[Run], scoring: Scoring) -> None:
     """Whether reference= and sort= name something, before hours of measuring."""
-    labels = list(group_labels([(task.key, task.label) for task in tasks]).values())
-    if config.reference is not None and config.reference not in labels:
-        raise ValueError(f"reference={config.reference!r}: the models are {', '.join(labels)}")
-    columns = ["model", *map(str, tasks[0].job.scoring.lengths)]
-    if config.sort is not None and config.sort not in columns:
-        raise ValueError(f"sort={config.sort!r}: the columns are {', '.join(columns)}")
+    labels = labels_of([(run.key, run.label, run.folder.name) for run in planned]).values()
+    for key, names in (("reference", labels), ("sort", ["model", *map(str, scoring.lengths)])):
+        if config[key] is not None and config[key] not in names:
+            raise ValueError(f"{key}={config[key]!r}: use one of {', '.join(names)}")
 
 
-def _wandb(run: runs.Run, mode: str) -> runs.WandbRun:
-    """The wandb run of a run folder, taken up again."""
-    settings = OmegaConf.merge(run.settings.wandb, {} if run.settings.wandb.mode == "disabled" else {"mode": mode})
-    identity = runs.wandb_identity(run.settings)
-    return runs.start_wandb(settings, run.folder, run.origin["wandb_id"], **identity)
-
-
-def sample_text(config: DictConfig, ranks: runs.Ranks) -> list[str]:
+def sample_text(config: DictConfig, ranks: runs.Ranks = runs.Ranks()) -> list[str]:  # noqa: B008 (it is frozen)
     """Continue the prompts with one run's model; a single one is shown as it is decoded. Returns the whole texts."""
     if ranks.world_size > 1:
         raise ValueError("task=sample: one process decodes a text; start it as python eval.py, without torchrun")
-    prompt = OmegaConf.to_container(config, resolve=True)["prompt"]  # text: a ${ in it is not read a second time
-    config = runs.checked(OmegaConf.merge(config, {"prompt": ""}), EvalConfig)
-    runs.require(config, {"tokens": 1, "seed": 0, "temperature": 0})
-    device = runs.pick_device(config.device)
+    config = runs.checked(config, EvalConfig)
+    check_whole("seed", config.seed, 0)
+    folders, scalings = run_folders(config), scalings_of(config)
+    if len(folders) > 1 or len(scalings) > 1:
+        raise ValueError("task=sample: takes one run and one scaling")
+    run, device = open_run(folders[0], config.checkpoint), runs.pick_device(config.device)
     precision = runs.pick_precision(config.precision, device)
-    folders = runs.run_folders(config)
-    if len(folders) > 1:
-        raise ValueError(f"runs={config.runs}: task=sample takes one run")
-    settings, _ = runs.read_run(folders[0])
-    if config.scalings is not None:
-        raise ValueError("scalings= and task=sample: a text has one; use scaling=")
-    (scaling,) = scalings_of(config)
-    tokenizer = get_tokenizer(**settings.tokenizer)
-    model = load_weights(runs.chosen_checkpoint(folders[0], config.checkpoint), device, scaling)
-    given = [str(one) for one in prompt] if isinstance(prompt, list) else [str(prompt)]
+    model, end = load_weights(run.checkpoint, device, scalings[0]), run.tokenizer.end_of_document
+    given = [str(one) for one in (config.prompt if OmegaConf.is_list(config.prompt) else [config.prompt])]
     # Nothing to continue is a document's beginning, which in training follows another one's end.
-    ids = [encoded or [tokenizer.end_of_document] for encoded in tokenizer.encode(given)]
-    prompts, new = [torch.tensor(one) for one in ids], [[] for _ in ids]
-    drawing = {key: config[key] for key in ("temperature", "top_k", "top_p", "seed")}
-    shown, start = len(given[0]) if len(given) == 1 else 0, time.perf_counter()
-    say = printable if sys.stdout.isatty() else str  # a model may write what a terminal would obey
-    if len(given) == 1:
-        print(given[0], end="", flush=True)
+    prompts = [torch.tensor(ids or [end], device=device) for ids in run.tokenizer.encode(given)]
+    drawing = {key: config[key] for key in ("temperature", "top_k", "top_p")}
+    drawing["generator"] = torch.Generator(device).manual_seed(config.seed)
+    new, open_rows, shown, start = [[] for _ in given], set(range(len(given))), 0, time.perf_counter()
     with runs.autocast(device, precision):
-        for drawn in continuations(model, prompts, config.tokens, stop=tokenizer.end_of_document, **drawing):
-            for row, token in drawn.items():
-                new[row].append(token)
+        for ids in model.stream(prompts, config.tokens, **drawing):
+            for row in [row for row in open_rows if ids[row] >= 0]:
+                new[row].append(int(ids[row]))
+                if len(new[row]) == config.tokens or new[row][-1] == end:
+                    open_rows.remove(row)
             if len(given) == 1:
-                text = given[0] + tokenizer.decode(new[0])
-                whole = len(text.rstrip("\ufffd"))  # the bytes of a character may come one by one
-                print(say(text[shown:whole]), end="", flush=True)
-                shown = max(shown, whole)
+                text = (given[0] + run.tokenizer.decode(new[0])).rstrip(
+                    "\ufffd"
+                )  # bytes of a character come one by one
+                print(text[shown:], end="", flush=True)
+                shown = max(shown, len(text))
+            if not open_rows:
+                break
     count, seconds = sum(map(len, new)), time.perf_counter() - start
-    texts = [prompt + tokenizer.decode(one) for prompt, one in zip(given, new, strict=True)]
-    print(say(texts[0][shown:] if len(given) == 1 else "\n\n".join(texts)))
-    log.info(
-        "%d tokens in %.2f s: %.0f tokens/s, %s on %s in %s",
-        count,
-        seconds,
-        count / seconds,
-        settings.name,
-        device,
-        precision,
-    )
+    texts = [prompt + run.tokenizer.decode(one) for prompt, one in zip(given, new, strict=True)]
+    print("\n\n".join(texts)[shown:])
+    log.info("%d tokens in %.2f s: %.0f tokens/s on %s in %s", count, seconds, count / seconds, device, precision)
     return texts
-
-
-def hydra_string(value: str) -> str:
-    """A shell's word as a string that Hydra reads back as it is: `def f(x):` is text, not one of its expressions."""
-    escaped = re.sub(r'(\\*)"', r'\1\1\\"', value)
-    escaped = re.sub(r"(\\+)$", r"\1\1", escaped).replace("${", "\\${")
-    return f'"{escaped}"'
 
 
 TASKS = {"measure": evaluate_runs, "sample": sample_text}
@@ -438,19 +400,14 @@ TASKS = {"measure": evaluate_runs, "sample": sample_text}
 
 @hydra.main(version_base="1.3", config_path="configs", config_name="eval")
 def main(config: DictConfig) -> None:
-    with runs.clear_errors(), runs.Stop():
+    with runs.errors_as_messages():
         if config.task not in TASKS:
             raise ValueError(f"task={config.task!r}: use {' or '.join(TASKS)}")
-        try:
-            TASKS[config.task](config, runs.join_processes(config.device))
-        except KeyboardInterrupt as error:  # Stopped is one
-            log.warning("interrupted; what was measured is kept, and the same command goes on from there")
-            raise SystemExit(getattr(error, "status", 130)) from None
+        TASKS[config.task](config, runs.join_processes(config.device))
 
 
 if __name__ == "__main__":
-    for i, word in enumerate(sys.argv):
-        if re.match("prompt=(?![\"'[])", word):
-            sys.argv[i] = f"prompt={hydra_string(word.removeprefix('prompt='))}"
-    with runs.entry(EvalConfig), runs.all_jobs():
-        main()
+    folders = [word for word in sys.argv[1:] if (Path(word) / "config.yaml").is_file()]
+    if folders:  # Hydra knows settings only
+        sys.argv = [word for word in sys.argv if word not in folders] + [f"runs={folders}"]
+    main()

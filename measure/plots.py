@@ -1,17 +1,23 @@
-"""Figures a paper could use: one look for all of them. PNG or SVG, by the ending of the path."""
+"""Figures a paper could use: one look for all of them. PNG or SVG, by the ending of the path.
 
+Bars and bands are 95 % intervals; there are none where fewer than ten documents are scored.
+"""
+
+import math
 import textwrap
 from collections.abc import Iterable, Sequence
-from itertools import cycle
+from itertools import cycle, pairwise
 from pathlib import Path
 from typing import Any
 
-from measure.results import Group
-from measure.statistics import mean_and_spread
+import numpy as np
+
+from measure.groups import Group, of_metric
 from model.checkpoint import write_file
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")  # Okabe and Ito 2008
 MARKERS = "osDv^<>P*"  # more than colours: no two of the first 63 curves look the same
+FAINTEST = 1e-6  # a mean attention weight below it gets its colour
 
 
 def styles() -> Iterable[dict]:
@@ -34,11 +40,11 @@ def save(figure: Any, path: Path) -> None:
         write_file(path, lambda to: figure.savefig(to, dpi=150, format=path.suffix[1:], metadata=undated))
 
 
-def new_figure(panels: int, beside: bool) -> tuple[Any, list]:
+def new_figure(panels: int) -> tuple[Any, list]:
     """A figure of panels side by side; not pyplot's, so that a notebook's backend is left alone."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(5.6 * panels + (2.4 if beside else 0.4), 4.4), layout="constrained")
+    figure = Figure(figsize=(5.6 * panels + 2.4, 4.4), layout="constrained")
     return figure, list(figure.subplots(1, panels, squeeze=False)[0])
 
 
@@ -68,76 +74,132 @@ def log_values(axes: Any, values: Sequence[float]) -> None:
         axes.yaxis.set_major_formatter(ticker.FormatStrFormatter("%g"))
 
 
-def legend(figure: Any, axes: Any, beside: bool, more: Sequence[tuple[Any, str]] = ()) -> None:
-    """Beside the panels, where it hides no curve, or in one of them. more: handles and labels that no curve has."""
-    handles, labels = axes.get_legend_handles_labels()
-    handles, labels = [*handles, *(handle for handle, _ in more)], [*labels, *(label for _, label in more)]
-    if beside:
-        figure.legend(handles, labels, frameon=False, loc="outside right upper")
-    else:
-        axes.legend(handles, labels, frameon=False)
+def legend(figure: Any, panels: Sequence[Any]) -> None:
+    """Beside the panels, where it hides no curve."""
+    found = {label: handle for axes in panels for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
+    figure.legend(found.values(), found.keys(), frameon=False, loc="outside right upper")
 
 
-def cross(axes: Any, x: float, y: float, style: dict) -> None:
-    """Where a curve ends with its table."""
-    axes.plot(x, y, marker="x", markersize=14, markeredgewidth=2.5, color=style["color"])
-
-
-def band(axes: Any, xs: Sequence, ys: Sequence[float], errors: Sequence[float], style: dict) -> None:
-    low, high = ([y + sign * error for y, error in zip(ys, errors, strict=True)] for sign in (-1, 1))
-    axes.fill_between(xs, low, high, color=style["color"], alpha=0.2, linewidth=0)
+def curve(axes: Any, points: Sequence[tuple], label: str, ended: str | None, style: dict) -> None:
+    """points: x, value, and the ends of the band or None. A cross marks where a curve ends with its table."""
+    xs, ys, low, high = zip(*points, strict=True) if points else [()] * 4
+    axes.plot(xs, ys, label=literal(f"{label} ({ended})" if ended else label), markersize=5, **style)
+    if points and None not in low:
+        axes.fill_between(xs, low, high, color=style["color"], alpha=0.2, linewidth=0)
+    if ended and points:
+        axes.plot(xs[-1], ys[-1], marker="x", markersize=14, markeredgewidth=2.5, color=style["color"])
 
 
 def plot_lengths(protocols: dict[str, list[Group]], metric: str, path: Path) -> None:
-    """A panel a protocol, a curve a model: perplexity or bits per byte over the length.
-
-    Several seeds: their mean, with a band of one standard deviation; one: error bars of one standard error. A curve
-    that ends with a table ends in a cross.
-    """
-    beside = max(map(len, protocols.values())) > 3
-    figure, panels = new_figure(len(protocols), beside)
+    """A panel a protocol, a curve a model: perplexity or bits per byte over the length."""
+    figure, panels = new_figure(len(protocols))
     for axes, (protocol, groups) in zip(panels, protocols.items(), strict=True):
         values = []
         for group, style in zip(groups, styles(), strict=False):
-            rows = [group.row(row["length"]) for row in group.first["rows"]]
-            there = [row for row in rows if row[metric] is not None and 0 < row[metric] < float("inf")]
-            lengths, ys = [row["length"] for row in there], [row[metric] for row in there]
-            errors = [row[f"{metric}_error"] or 0 for row in there]
+            rows = [group.row(length) for length in group.lengths]
             ended = next((row["note"] for row in rows if row["nll"] is None), None)
-            label = literal(f"{group.label} ({ended})" if ended else group.label)
-            if len(group.members) > 1:
-                axes.plot(lengths, ys, label=label, **style)
-                band(axes, lengths, ys, errors, style)
-            else:
-                axes.errorbar(lengths, ys, yerr=errors, capsize=3, label=label, **style)
-            if ended and there:
-                cross(axes, lengths[-1], ys[-1], style)
-            values += ys
-        ticks = sorted({row["length"] for group in groups for row in group.first["rows"]})
+            points = [(row["length"], *of_metric(row, metric)) for row in rows if 0 < (row[metric] or 0) < math.inf]
+            curve(axes, [(x, y, low, high) for x, y, _, low, high in points], group.label, ended, style)
+            values += [point[1] for point in points]
+        ticks = sorted({length for group in groups for length in group.lengths})
         log_axes(axes, ticks, (group.first["train_length"] for group in groups))
         log_values(axes, values)
         axes.set_xlim(ticks[0] / 1.25, ticks[-1] * 1.1)
         axes.set(xlabel="tokens of context evaluated", ylabel=f"validation {metric.replace('_', ' ')}")
         axes.set_title(f"{protocol} windows", fontsize=11)
-    legend(figure, panels[0], beside)
+    legend(figure, panels)
     save(figure, path)
 
 
 def plot_positions(groups: list[Group], path: Path) -> None:
-    """A curve a model: mean loss over the position in the longest window; over seeds, their mean and a band."""
-    beside = len(groups) > 3
-    figure, (axes,) = new_figure(1, beside)
+    """A curve a model: mean loss over the position in the longest window, a panel for each longest window.
+
+    Models whose table is shorter are measured in other windows, so their losses cannot be compared with the others'.
+    """
+    windows: dict[int, list[tuple[Group, dict]]] = {}
     for group, style in zip(groups, styles(), strict=False):
-        curves = [[row["nll"] for row in member.result["by_position"]] for member in group.members]
-        bins = group.first["by_position"]
-        xs = [(row["from"] + row["to"] + 1) / 2 for row in bins]  # in tokens of context: positions + 1
-        ys, errors = zip(*map(mean_and_spread, zip(*curves, strict=True)), strict=True)
-        axes.plot(xs, ys, label=literal(group.label), markersize=4, **style)
-        if len(curves) > 1:
-            band(axes, xs, ys, errors, style)
-    ticks = [2**k for k in range(int(max(xs)).bit_length() + 1) if 2**k <= max(row["to"] for row in bins)]
-    log_axes(axes, ticks, (group.first["train_length"] for group in groups))
-    axes.set(xlabel="tokens of context before the predicted one", ylabel="validation loss, nats a token")
-    axes.set_title("loss by position in the longest window", fontsize=11)
-    legend(figure, axes, beside)
+        windows.setdefault(group.by_position()[-1]["to"], []).append((group, style))
+    figure, panels = new_figure(len(windows))
+    for axes, (length, some) in zip(panels, sorted(windows.items(), reverse=True), strict=True):
+        for group, style in some:
+            rows = group.by_position()  # x in tokens of context: positions + 1
+            points = [((r["from"] + r["to"] + 1) / 2, r["nll"], r["low"], r["high"]) for r in rows]
+            curve(axes, points, group.label, None, style)
+        ticks = [2**k for k in range(length.bit_length()) if 2**k <= length]
+        log_axes(axes, ticks, (group.first["train_length"] for group, _ in some))
+        axes.set(xlabel="tokens of context before the predicted one", ylabel="validation loss, nats a token")
+        axes.set_title(f"loss by position in windows of {length}", fontsize=11)
+    legend(figure, panels)
+    save(figure, path)
+
+
+def plot_recall(results: list[dict], path: Path) -> None:
+    """A curve a model over distance: the loss on the second copy, beside the control's, and what the first copy gains.
+
+    Error bars: one standard error, over trials or seeds. results: dicts with run (its label), train_length and recall
+    (what probes.recall returned). A cross marks where a learned table ends a curve.
+    """
+    figure, (left, right) = new_figure(2)
+    for result, style in zip(results, styles(), strict=False):
+        rows = [row for row in result["recall"] if row["nll"] is not None]
+        distances = [row["distance"] for row in rows]
+        ended = next((row["note"] for row in result["recall"] if row["nll"] is None), None)
+        label = literal(result["run"] + (f" ({ended})" if ended else ""))
+        for axes, value, error in ((left, "nll", "stderr"), (right, "gain", "gain_stderr")):
+            values, errors = [row[value] for row in rows], [row[error] or 0 for row in rows]
+            axes.errorbar(distances, values, yerr=errors, markersize=5, capsize=3, label=label, **style)
+            if ended and rows:
+                axes.plot(distances[-1], values[-1], "x", markersize=14, markeredgewidth=2.5, color=style["color"])
+        control = literal("control: another first copy") if result is results[0] else None
+        left.plot(
+            distances, [row["control_nll"] for row in rows], ":", linewidth=1, color=style["color"], label=control
+        )
+    ticks = sorted({row["distance"] for result in results for row in result["recall"]})
+    for axes, text_at in ((left, "bottom"), (right, "top")):  # where the curves are not
+        log_axes(axes, ticks, (result["train_length"] for result in results), text_at)
+        axes.set_xlabel("tokens from copy to copy")
+    left.set(ylabel="nats a token")
+    left.set_title("loss on the second copy of a random string", fontsize=11)
+    right.set_title("what the first copy gains: control − loss", fontsize=11)
+    right.axhline(0, color="#777777", linewidth=1, zorder=0)
+    legend(figure, [left, right])
+    save(figure, path)
+
+
+def plot_attention(result: dict, path: Path) -> None:
+    """A heat map: a row a head, a column a bin of distances, the mean attention weight as colour (log scale).
+
+    result: a dict with run (its label), train_length and attention (what probes.attention_by_distance returned).
+    """
+    from matplotlib.colors import LogNorm
+    from matplotlib.figure import Figure
+
+    edges, weights = result["attention"]["edges"], np.array(result["attention"]["weights"])  # (n_layer, n_head, bins)
+    n_layer, n_head, bins = weights.shape
+    heads = n_layer * n_head
+    figure = Figure(figsize=(2.5 + 0.34 * max(bins, 14), 1.6 + 0.2 * min(max(heads, 8), 60)), layout="constrained")
+    axes, lowest = figure.subplots(), max(FAINTEST, weights.min())
+    shown, grid = np.maximum(weights.reshape(heads, bins), lowest), (np.arange(bins + 1), np.arange(heads + 1))
+    norm = LogNorm(lowest, weights.max())
+    mesh = axes.pcolormesh(*grid, shown, norm=norm, cmap="viridis", rasterized=True)
+    note = f"\n(darkest: {FAINTEST:g} and less)" if lowest == FAINTEST else ""
+    figure.colorbar(mesh, ax=axes, label=f"mean attention weight{note}")
+    axes.invert_yaxis()
+    axes.hlines(np.arange(n_head, heads, n_head), 0, bins, color="white", linewidth=1)
+    names = [str(low) if high == low + 1 else f"{low}–{high - 1}" for low, high in pairwise(edges)]
+    axes.set_xticks(np.arange(bins) + 0.5, names, rotation=60, ha="right", rotation_mode="anchor", fontsize=9)
+    if heads <= 60:
+        names = [f"{layer}.{head}" for layer in range(n_layer) for head in range(n_head)]
+        axes.set_yticks(np.arange(heads) + 0.5, names, fontsize=8)
+        axes.set_ylabel("layer.head")
+    else:
+        axes.set_yticks((np.arange(n_layer) + 0.5) * n_head, [str(layer) for layer in range(n_layer)], fontsize=8)
+        axes.set_ylabel("layer (its heads from top to bottom)")
+    axes.set_xlabel("tokens back from the query")
+    title = f"{literal(result['run'])}\nattention by distance in windows of {result['attention']['length']}"
+    if result["train_length"] < edges[-1]:
+        at = np.interp(result["train_length"], edges, np.arange(bins + 1))
+        axes.axvline(at, color="#D55E00", linestyle="--", linewidth=2)
+        title += f" (dashed: training length {result['train_length']})"
+    axes.set_title(title, fontsize=11)
     save(figure, path)

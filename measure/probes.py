@@ -16,11 +16,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from measure.protocols import token_array, widening_edges
+from measure.measurement import token_array
 from measure.statistics import standard_error
+from measure.windows import widening_edges
 from model import GPT
-from model.attention import softmax_weights
-from model.gpt import Attention, Step
+from model.attention import attention_weights
+from model.checks import check_whole
+from model.gpt import Attention, Pass
 from model.sampling import evaluating
 
 # The largest block of attention weights that is formed at once, in numbers: 32 MiB of float32.
@@ -51,8 +53,8 @@ def recall(
     table ends. Raises ValueError for settings that do not fit the text or each other.
     """
     tokens = token_array(tokens)
-    _require(1, longest=longest, trials=trials, batch_tokens=batch_tokens)
-    _require(2, string_length=string_length)
+    for name, value, least in (("longest", longest, 1), ("trials", trials, 1), ("string_length", string_length, 2)):
+        check_whole(name, value, least)
     most = longest - (string_length - 1)  # distance and tokens of the second copy that are fed: no more than longest
     distances = [2**k for k in range((string_length - 1).bit_length(), longest.bit_length()) if 2**k <= most]
     if not distances:
@@ -106,9 +108,9 @@ def shift(
     train_length = model.config.train_length
     near = min(64, train_length // 4)
     shifts = sorted({0, near, train_length, 8 * train_length}) if shifts is None else shifts
-    _require(1, windows=windows, batch_tokens=batch_tokens)
+    check_whole("windows", windows)
     for first in shifts:
-        _require(0, shifts=first)
+        check_whole("shifts", first, 0)
     length, limit = train_length - near, model.pos.max_length
     ids = _windows(token_array(tokens), length + 1, windows)
     with torch.inference_mode(), evaluating(model), _full_precision(model):
@@ -140,7 +142,8 @@ def attention_by_distance(model: GPT, tokens: Tensor | np.ndarray, length: int, 
     """
     if model.config.attention == "linear":
         raise ValueError("model.attention=linear: has no attention weights to look at, only softmax has")
-    _require(1, length=length, windows=windows)
+    check_whole("length", length)
+    check_whole("windows", windows)
     model.pos.check_position(length - 1)
     edges, c = widening_edges(length), model.config
     device = next(model.parameters()).device
@@ -148,15 +151,14 @@ def attention_by_distance(model: GPT, tokens: Tensor | np.ndarray, length: int, 
     sums = torch.zeros(c.n_layer, c.n_head, len(edges) - 1, dtype=torch.float64)
     ids = _windows(token_array(tokens), length, windows)
 
-    def add(module: Attention, inputs: tuple[Tensor, Step]) -> None:
+    def add(module: Attention, inputs: tuple[Tensor, Pass]) -> None:
         sums[module.layer] += _summed_weights(module, *inputs, bin_of, len(edges) - 1)
 
     hooks = [block.attention.register_forward_pre_hook(add) for block in model.blocks]
     try:
         with torch.inference_mode(), evaluating(model), _full_precision(model):
             for window in torch.from_numpy(ids):
-                model.check_tokens(window)
-                model(window[None].to(device), targets=torch.full((1, length), -100, device=device))  # forms no logits
+                model(window[None].to(device), targets=torch.full((1, length), -100, device=device))  # no logits needed
     finally:
         for hook in hooks:
             hook.remove()
@@ -165,27 +167,20 @@ def attention_by_distance(model: GPT, tokens: Tensor | np.ndarray, length: int, 
     return {"edges": edges, "weights": weights, "windows": len(ids), "length": length}
 
 
-def _summed_weights(module: Attention, x: Tensor, step: Step, bin_of: Tensor, bins: int) -> Tensor:
+def _summed_weights(module: Attention, x: Tensor, p: Pass, bin_of: Tensor, bins: int) -> Tensor:
     """One layer's attention weights, summed over queries and the keys of a bin: float64 (H, bins) on the CPU."""
-    heads = module.qkv(x).view(1, x.shape[1], -1, module.head_dim).transpose(1, 2)  # (1, H + 2 Hkv, T, head_dim)
-    q, k = (step.rotate(part) for part in heads.split((module.n_head, module.n_kv_head, module.n_kv_head), dim=1)[:2])
-    k = k.repeat_interleave(module.n_head // module.n_kv_head, dim=1)
-    sums, rows = torch.zeros(module.n_head, bins, dtype=torch.float64), max(16, BLOCK // (module.n_head * x.shape[1]))
-    for start in range(0, x.shape[1], rows):
-        part = q[:, :, start : start + rows]
-        seen = start + part.shape[2]
-        at, key_positions = step.biases.where(start, part.shape[2], x.shape[1])
-        weights = softmax_weights(part, k[:, :, :seen], step.biases.scheme, at, key_positions)[0]  # (H, rows, seen)
-        index = bin_of[(at[:, None] - key_positions).clamp(min=0)].expand_as(weights)  # later keys: 0 to any bin
+    T, H, Hkv = x.shape[1], module.n_head, module.n_kv_head
+    heads = module.qkv(x).view(1, T, -1, module.head_dim).transpose(1, 2)  # (1, H + 2 Hkv, T, head_dim)
+    q, k = p.rotate(heads[:, : H + Hkv]).split((H, Hkv), dim=1)
+    k = k.repeat_interleave(H // Hkv, dim=1)
+    sums, rows = torch.zeros(H, bins, dtype=torch.float64), max(16, BLOCK // (H * T))
+    for start in range(0, T, rows):
+        at, seen = p.positions[start : start + rows], p.key_positions[: start + rows]
+        weights = attention_weights(q[:, :, start : start + rows], k[:, :, : start + rows], p.scheme, at, seen)[0]
+        index = bin_of[(at[:, None] - seen).clamp(min=0)].expand_as(weights)  # later keys add 0 to any bin
         by_query = weights.new_zeros(*weights.shape[:2], bins).scatter_add_(-1, index, weights)
         sums += by_query.cpu().double().sum(dim=1)
     return sums
-
-
-def _require(least: int, **settings: int) -> None:
-    for name, value in settings.items():
-        if type(value) is not int or value < least:
-            raise ValueError(f"{name}={value!r}: must be a whole number of at least {least}")
 
 
 def _windows(tokens: np.ndarray, size: int, count: int, distinct: bool = True) -> np.ndarray:
@@ -209,7 +204,6 @@ def _losses(
     per_batch = max(1, batch_tokens // losses.shape[1])
     for start in range(0, len(ids), per_batch):
         batch = torch.from_numpy(ids[start : start + per_batch])
-        model.check_tokens(batch)
         targets = torch.full_like(batch[:, 1:], -100)
         for columns in scored:
             targets[:, columns] = batch[:, 1:][:, columns]
@@ -228,3 +222,12 @@ def _full_precision(model: GPT) -> Iterator[None]:
             yield
     finally:
         torch.set_float32_matmul_precision(before)
+
+
+PROBES = {  # of a model, a text's tokens and the longest length
+    "recall": recall,
+    "shift": lambda model, tokens, longest: shift(model, tokens),
+    "attention": lambda model, tokens, longest: attention_by_distance(
+        model, tokens, min(longest, model.pos.max_length or longest)
+    ),
+}

@@ -4,13 +4,14 @@ import base64
 import json
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from html import escape
 from pathlib import Path
 
-from measure import plots, probe_plots, tables
-from measure.results import Group, Measurement, grouped
+from measure import plots, tables
+from measure.groups import Group, grouped
+from measure.measurement import Measurement
 from measure.statistics import finite
 from measure.tables import Table
 from model.checkpoint import write_text
@@ -47,7 +48,7 @@ PAGE = """<!doctype html>
 # Of the probes' rows, the values to average over seeds, and where their errors are.
 AVERAGED = {
     "recall": {"nll": "stderr", "control_nll": "control_stderr", "gain": "gain_stderr"},
-    "shift": {"difference": "stderr", "mean_change": "mean_change_spread"},
+    "shift": {"difference": "stderr", "mean_change": "mean_change_stderr"},
 }
 
 
@@ -67,9 +68,16 @@ class Report:
         self.protocols: dict[str, list[Group]] = {}
         for group in grouped(self.measurements):
             self.protocols.setdefault(group.first["protocol"], []).append(group)
-        self.metric = "perplexity" if len({m.result["tokenizer"] for m in self.measurements}) == 1 else "bits_per_byte"
-        groups = next(iter(self.protocols.values()))
-        self.labels = {group.members[0].key: group.label for group in groups}
+        tokenizers = {m.about["tokenizer"] for m in self.measurements}
+        self.metric = "perplexity" if len(tokenizers) == 1 else "bits_per_byte"
+
+    @property
+    def groups(self) -> list[Group]:
+        """All of them, protocol by protocol."""
+        return [group for groups in self.protocols.values() for group in groups]
+
+    def group_of(self, measurement: Measurement) -> Group:
+        return next(group for group in self.groups if measurement in group.members)
 
     @property
     def results(self) -> list[dict]:
@@ -80,9 +88,10 @@ class Report:
         """Those that have anything to say, protocol by protocol, and the probes'."""
         made = []
         for protocol, groups in self.protocols.items():
-            for table in self._of_protocol(groups):
-                title = ": ".join(filter(None, (f"{protocol} windows", table.title)))
-                made.append(Table(title, table.header, table.rows, table.note))
+            texts = dict.fromkeys(group.first["fingerprint"][:8] for group in groups)
+            scored = dict.fromkeys(f"{group.members[0].counts.sum():,.0f}" for group in groups)
+            what = f"{protocol} windows, text {' or '.join(texts)}, {' or '.join(scored)} tokens scored"
+            made += [replace(t, title=": ".join(filter(None, (what, t.title)))) for t in self._of_protocol(groups)]
         made += [tables.PROBES[name](rows) for name in tables.PROBES if (rows := self._probed(name))]
         return [table for table in made if table.rows]
 
@@ -110,11 +119,10 @@ class Report:
         found = []
         for protocol, groups in self.protocols.items():
             reference = self._reference(groups)
+            names = {"protocol": protocol, "reference": reference.label}
             for group in (g for g in groups if g is not reference):
-                for row in group.first["rows"]:
-                    if pair := group.against(reference, row["length"]):
-                        names = {"protocol": protocol, "model": group.label, "reference": reference.label}
-                        found.append({**names, "length": row["length"], **pair})
+                pairs = ((length, group.against(reference, length)) for length in group.lengths)
+                found += [{**names, "model": group.label, "length": n, **pair} for n, pair in pairs if pair]
         return found
 
     def text(self) -> str:
@@ -123,17 +131,17 @@ class Report:
     def document(self) -> dict:
         """extrapolation.json: of a single measurement its result, of several an object that holds them all."""
         if len(self.measurements) == 1:
-            return finite(self.results[0])
+            return finite(self.results[0] | {"usable_length": self.groups[0].usable_length()})
         groups = [
-            {"model": g.label, "protocol": protocol, "runs": [m.result["run"] for m in g.members]}
-            | {"rows": [g.row(row["length"]) for row in g.first["rows"]]}
-            for protocol, of_protocol in self.protocols.items()
-            for g in of_protocol
+            {"model": group.label, "protocol": group.first["protocol"], "runs": [m.about["run"] for m in group.members]}
+            | {"seeds": group.seeds, "rows": [group.row(length) for length in group.lengths]}
+            | {"usable_length": group.usable_length()}
+            for group in self.groups
         ]
         about = {"commands": list(self.commands), "notes": list(self.notes), "skipped": list(self.skipped)}
         return finite({**about, "results": self.results, "groups": groups, "paired": self.paired})
 
-    def write(self, folder: Path, html: bool = True) -> None:
+    def write(self, folder: Path, html: bool = False) -> None:
         """extrapolation.json and extrapolation.png; with html also the SVG, the other plots and report.html."""
         folder.mkdir(parents=True, exist_ok=True)
         figures = {"extrapolation": lambda path: plots.plot_lengths(self.protocols, self.metric, path)}
@@ -143,31 +151,29 @@ class Report:
             for ending in (".png", ".svg") if html else (".png",):
                 draw(folder / f"{stem}{ending}")
         if html:
-            page = self._html([folder / f"{stem}.svg" for stem in figures])
-            write_text(folder / "report.html", page)
+            write_text(folder / "report.html", self._html([folder / f"{stem}.svg" for stem in figures]))
         # The last of all: where it is, the others are.
         write_text(folder / "extrapolation.json", json.dumps(self.document(), indent=1) + "\n")
 
     def _other_figures(self) -> dict[str, Callable[[Path], None]]:
         if self.metric != "perplexity":
             return {}  # losses a token of different tokenizers, side by side
-        with_positions = [g for groups in self.protocols.values() for g in groups if g.first.get("by_position")]
+        with_positions = [group for group in self.groups if group.members[0].bins]
         figures = {"by_position": lambda path: plots.plot_positions(with_positions, path)} if with_positions else {}
         if recalled := self._probed("recall"):
-            figures["recall"] = lambda path: probe_plots.plot_recall(recalled, path)
+            figures["recall"] = lambda path: plots.plot_recall(recalled, path)
         for result in self.results:
             if "attention" in result:
                 stem = "attention_" + re.sub(r"\W+", "_", result["run"], flags=re.ASCII)[:80]
                 stem += f"_{len(figures)}" if stem in figures else ""
-                figures[stem] = lambda path, result=result: probe_plots.plot_attention(result, path)
+                figures[stem] = lambda path, result=result: plots.plot_attention(result, path)
         return figures
 
     def _html(self, figures: list[Path]) -> str:
-        first = self.results[0]
-        facts = [
-            f"{first['corpus']}, {first['documents']}",
-            f"fingerprint {first['fingerprint']}, {first['precision']}",
-        ]
+        first = self.measurements[0].about
+        facts = [f"{first['corpus']}, {first['documents']}, in {first.get('precision')}"]
+        if "val_covered" in first:
+            facts.append(f"{first['val_covered']:.0%} of the validation text is in the training text too")
         facts += [*self.notes, *(f"left out: {reason}" for reason in self.skipped)]
         made = [*self.tables, tables.settings_apart(self.settings) if len(self.settings) > 1 else None]
         parts = ["<h1>Length extrapolation</h1>", *(f"<p>{escape(fact)}</p>" for fact in facts)]
@@ -176,22 +182,23 @@ class Report:
             parts.append(f'<img alt="{escape(path.stem)}" src="data:image/svg+xml;base64,{data}">')
         parts += [f"<div class=wide>{table.html()}</div>" for table in made if table]
         parts += ["<h2>Made by</h2>", f"<pre>{escape(chr(10).join(self.commands))}</pre>"] if self.commands else []
-        body = "\n".join(parts)
-        return PAGE.format(style=STYLE, body=body, script=SCRIPT)
+        return PAGE.format(style=STYLE, body="\n".join(parts), script=SCRIPT)
 
 
-def comparability(results: Sequence[dict]) -> list[str]:
+def comparability(measurements: Sequence[Measurement]) -> list[str]:
     """What a reader must know before comparing these numbers."""
-    notes = {
-        f"{result['run']} was trained on data {result['trained_on']}, but {result['corpus']} is now "
-        f"{result['fingerprint']}: validation text may have been in its training text": None
-        for result in results
-        if result["trained_on"] != result["fingerprint"]
-    }
-    if len({result["fingerprint"] for result in results}) > 1:
+    notes, about = {}, [m.about for m in measurements]
+    for one in about:
+        if one.get("trained_on", one["fingerprint"]) != one["fingerprint"]:
+            notes[
+                f"{one['run']} was trained on data {one['trained_on']}, but {one['corpus']} is now "
+                f"{one['fingerprint']}: validation text may have been in its training text"
+            ] = None
+    if len({one["fingerprint"] for one in about}) > 1:
+        notes["not all of these runs are measured on the same data: only those of one text can be compared"] = None
+    if len({one["tokenizer"] for one in about}) > 1:
         notes[
-            "not all of these runs are measured on the same data: only those in a table of differences can be compared"
+            "these runs have different tokenizers: bits per byte only, as perplexities are per token, and a length is "
+            "in each run's own tokens"
         ] = None
-    elif len({result["tokenizer"] for result in results}) > 1:
-        notes["these runs have different tokenizers: bits per byte only, as perplexities are per token"] = None
     return list(notes)

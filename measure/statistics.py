@@ -1,29 +1,23 @@
-"""Means of token losses with their errors. Sums over counts, never means of means; clusters of windows, not tokens."""
+"""Means of token losses with their errors. Sums over counts, never means of means; documents are what is resampled."""
 
 import math
 from typing import Any
 
 import numpy as np
 
-
-def summed(values: np.ndarray, clusters: np.ndarray) -> np.ndarray:
-    """Sums of `values` (n,) over each distinct id in `clusters` (n,), in the order of the ids."""
-    _, index = np.unique(clusters, return_inverse=True)
-    return np.bincount(index, weights=values)
+ENOUGH_DOCUMENTS = 10  # fewer say too little of another text: no error and no interval
+FEW_DOCUMENTS = f"no errors or intervals: fewer than {ENOUGH_DOCUMENTS} documents are scored"
 
 
-def ratio_and_error(
-    losses: np.ndarray, counts: np.ndarray, clusters: np.ndarray | None = None
-) -> tuple[float, float | None]:
-    """Σ losses / Σ counts over windows (n,), and its standard error (Cochran 1977, equation 2.46).
+def ratio_and_error(losses: np.ndarray, counts: np.ndarray) -> tuple[float, float | None]:
+    """Σ losses / Σ counts over clusters (n,), and its standard error (Cochran 1977, equation 2.46).
 
-    clusters: ids (n,); windows of one id count as one, since those of one document are alike. None: each for itself.
     The error is None for a single cluster.
     """
-    if clusters is not None:
-        losses, counts = summed(losses, clusters), summed(counts, clusters)
-    ratio = losses.sum() / counts.sum()
-    return float(ratio), _error(losses - ratio * counts, counts.sum())
+    ratio, n = losses.sum() / counts.sum(), len(losses)
+    residuals = losses - ratio * counts
+    error = math.sqrt(n / (n - 1) * (residuals**2).sum()) / counts.sum() if n > 1 else None
+    return float(ratio), None if error is None else float(error)
 
 
 def standard_error(values: np.ndarray) -> float | None:
@@ -31,52 +25,64 @@ def standard_error(values: np.ndarray) -> float | None:
     return ratio_and_error(values, np.ones(len(values)))[1]
 
 
-def difference_and_error(
-    a: tuple[np.ndarray, np.ndarray], b: tuple[np.ndarray, np.ndarray]
-) -> tuple[float, float | None]:
-    """Mean loss of a minus that of b, and its standard error over the clusters that both are sums over.
+def estimate(losses: np.ndarray, counts: np.ndarray, minus: np.ndarray | None = None) -> dict:
+    """Mean loss a token over seeds and documents, or how much it is above another one; its error and 95 % interval.
 
-    a, b: (losses, counts), (clusters,) each. The difference of two ratio estimators, linearised (Cochran 1977,
-    section 6.19): where a and b have equal counts, it is the paired error of their difference.
+    losses: float64 (seeds, documents), sums over the tokens of each document; counts: (documents,), those tokens.
+    minus: (other seeds, documents), of a model with other seeds; of equal seeds the caller gives the differences.
+
+    Returns value; error, the standard error; low and high, the ends of the interval; documents. Both sources of
+    variation are in them: the documents, and with several seeds the seeds; a side with one seed is taken to vary as the
+    other side does. The error is Cochran's ratio estimator. The interval adds the squared half widths of the sources'
+    own t intervals (Zou and Donner 2008): that over documents has the degrees of freedom of documents as unequal as
+    these. Error and interval are None for fewer than ENOUGH_DOCUMENTS documents.
     """
-    ratios, residuals = [], []
-    for losses, counts in (a, b):
-        ratios.append(losses.sum() / counts.sum())
-        residuals.append((losses - ratios[-1] * counts) / counts.sum())
-    return float(ratios[0] - ratios[1]), _error(residuals[0] - residuals[1], 1.0)
+    sides = [losses] if minus is None else [losses, minus]
+    mean = losses.mean(axis=0) - (0 if minus is None else minus.mean(axis=0))
+    total, n = counts.sum(), len(counts)
+    value = float(mean.sum() / total)
+    found = {"value": value, "error": None, "low": None, "high": None, "documents": n}
+    if n < ENOUGH_DOCUMENTS:
+        return found
+    residuals, over_seeds = (mean - value * counts) / total, []  # variances with their degrees of freedom
+    means = [side.sum(axis=1) / total for side in sides]
+    varied = [side for side in means if len(side) > 1]
+    for side in means if varied else []:
+        source = side if len(side) > 1 else varied[0]
+        over_seeds.append((float(source.var(ddof=1)) / len(side), len(source) - 1))
+    found["error"] = math.sqrt(n / (n - 1) * float((residuals**2).sum()) + sum(v for v, _ in over_seeds))
+    sources = [_document_variance(counts / total, residuals), *over_seeds]
+    margin = math.sqrt(sum(t_quantile(freedom) ** 2 * variance for variance, freedom in sources))
+    return found | {"low": value - margin, "high": value + margin}
 
 
-def _error(residuals: np.ndarray, total: float) -> float | None:
-    n = len(residuals)
-    return float(math.sqrt(n / (n - 1) * (residuals**2).sum()) / total) if n > 1 else None
+def _document_variance(weights: np.ndarray, residuals: np.ndarray) -> tuple[float, float]:
+    """Variance of a mean of documents with these weights (n,), which sum to 1, and its degrees of freedom.
+
+    residuals: (n,), weight times the document's mean less the mean. Were all documents' means equally variable, their
+    squares would fall short by the factor 1 - 2 w + Σ w²; the variance is free of that bias, and its degrees of freedom
+    are those of its quadratic form (Bell and McCaffrey 2002, "Bias reduction in standard errors for linear regression
+    with multi-stage samples", for a weighted mean).
+    """
+    w, s = weights, float((weights**2).sum())
+    leverage = 1 - 2 * w + s
+    variance = float((residuals**2 / leverage).sum())
+    a = w**2 / leverage  # the form is y' M' diag(a) M y with M = I - 1 w'; its trace is s
+    off_diagonal = s**2 * a.sum() ** 2 + 2 * a.sum() * (a * w**2).sum() - 4 * s * a.sum() * (a * w).sum()
+    off_diagonal += 2 * (a * w).sum() ** 2
+    square = (a**2 * (leverage**2 - (s - 2 * w) ** 2)).sum() + off_diagonal
+    return variance, float(s**2 / square)
 
 
-def t_quantile(freedom: int) -> float:
-    """The 97.5 % point of Student's t, 2 degrees of freedom at least (Abramowitz and Stegun 1964, 26.7.5; to 1 %)."""
-    z, n = 1.959963984540054, freedom
-    terms = (
-        (z**3 + z) / (4 * n),
-        (5 * z**5 + 16 * z**3 + 3 * z) / (96 * n**2),
-        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * n**3),
-        (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / (92160 * n**4),
-    )
-    return z + sum(terms)
+def t_quantile(freedom: float) -> float:
+    """The 97.5 % point of Student's t; freedom: at least 1, need not be whole.
 
-
-def interval(value: float, error: float | None, clusters: int) -> tuple[float, float] | None:
-    """The 95 % interval of a value whose error is over so many clusters; None for fewer than three."""
-    if error is None or clusters < 3:
-        return None
-    margin = t_quantile(clusters - 1) * error
-    return value - margin, value + margin
-
-
-def mean_and_spread(values: list[float]) -> tuple[float, float | None]:
-    """Mean, and standard deviation over seeds (n - 1); None for a single one."""
-    mean = sum(values) / len(values)
-    if len(values) < 2:
-        return mean, None
-    return mean, math.sqrt(sum((value - mean) ** 2 for value in values) / (len(values) - 1))
+    With t = √freedom tan θ the density is proportional to cos(θ)^(freedom - 1).
+    """
+    angle = np.linspace(0, min(math.pi / 2, 10 / math.sqrt(freedom)), 2001)
+    density = np.maximum(np.cos(angle), 0) ** (freedom - 1)
+    below = np.concatenate(([0], np.cumsum((density[1:] + density[:-1]) / 2)))
+    return float(math.sqrt(freedom) * math.tan(np.interp(0.95 * below[-1], below, angle)))
 
 
 def exp(nll: float) -> float:

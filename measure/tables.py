@@ -2,13 +2,15 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 
-from measure.results import Group
-from measure.statistics import exp
+from measure.groups import TOLERANCE, Group, of_metric
+from measure.statistics import ENOUGH_DOCUMENTS, FEW_DOCUMENTS, exp
 
 NOTHING = "–"
+PLUS_MINUS = "±: standard error"
+INTERVAL = "[ ]: 95 % interval"
 
 
 @dataclass(frozen=True)
@@ -38,13 +40,12 @@ class Table:
     def sorted(self, column: str) -> "Table":
         """By the number that a cell begins with, or by its words; cells without anything come last."""
         place = self.header.index(column)
-        rows = sorted(self.rows, key=lambda row: _sort_key(row[place]))
-        return Table(self.title, self.header, rows, self.note)
+        return replace(self, rows=sorted(self.rows, key=lambda row: _sort_key(row[place])))
 
 
 def _sort_key(cell: str) -> tuple:
     try:
-        return (0, float(cell.split()[0].replace("−", "-")), cell)
+        return (0, float(cell.removeprefix("≥ ").split()[0].replace("−", "-")), cell)
     except (ValueError, IndexError):
         return (2 if cell in ("", NOTHING) else 1, 0.0, cell)
 
@@ -69,96 +70,131 @@ def with_error(row: dict) -> str:
     return digits(row["perplexity"], None if row["stderr"] is None else row["perplexity"] * row["stderr"])
 
 
-def ratio(pair: dict | None) -> str:
-    """A paired difference as a ratio of perplexities, `1.19 [1.16, 1.22]`: two digits of the interval's half."""
-    if pair is None:
-        return NOTHING
-    value = exp(pair["difference"])
-    low, high = (math.nan if pair[end] is None else exp(pair[end]) for end in ("low", "high"))
-    if not 0 < high - low < math.inf:
-        return f"{value:.3g}"
+def with_interval(value: float, low: float | None, high: float | None) -> str:
+    """`1.191 [1.163, 1.220]`: two digits of the interval's half."""
+    if low is None or high is None or not 1e-9 * max(1.0, abs(value)) < high - low < math.inf:  # less is rounding
+        return f"{value:.4g}"
     n = places((high - low) / 2)
     return f"{value:.{n}f} [{low:.{n}f}, {high:.{n}f}]"
 
 
-def difference(pair: dict | None) -> str:
-    """A paired difference with the half of its 95 % interval, and its spread over seeds in brackets."""
+def ratio(pair: dict | None) -> str:
+    """A paired difference as a ratio of perplexities."""
     if pair is None:
         return NOTHING
-    margin = None if pair["low"] is None else (pair["high"] - pair["low"]) / 2
-    text = digits(pair["difference"], margin)
-    if not text.strip("-0. ±") or float(text.split()[0]) == 0:
-        text = text.removeprefix("-")
-    text = text if text.startswith("-") else f"+{text}"
-    spread = "" if pair["spread"] is None else f" ({pair['spread']:.2g})"
-    return (text + spread).replace("-", "−")
+    low, high = (None if pair[end] is None else exp(pair[end]) for end in ("low", "high"))
+    return with_interval(exp(pair["difference"]), low, high)
+
+
+def difference(pair: dict | None) -> str:
+    """A paired difference with its sign."""
+    if pair is None:
+        return NOTHING
+    text = with_interval(pair["difference"], pair["low"], pair["high"])
+    text = text.removeprefix("-") if float(text.split()[0]) == 0 else text
+    return (text if text.startswith("-") else f"+{text}").replace("-", "−")
+
+
+def usable(found: dict | None) -> str:
+    """The usable length: `332 [318, 349]`, `≥ 1024`, or where a table ends."""
+    if found is None:
+        return NOTHING
+    if "note" in found:
+        return f"{found['value']:.0f} (table)"
+    value, *ends = (
+        ("≥ " if key in found["open"] else "") + f"{found[key]:.0f}"
+        for key in ("value", "low", "high")
+        if found[key] is not None
+    )
+    return f"{value} [{', '.join(ends)}]" if ends and ends[0] != value else value
 
 
 def one_model(group: Group) -> Table:
     """A line a length: perplexity, bits per byte, and the ratio to the perplexity at the training length."""
     train_length, lines = group.first["train_length"], []
-    for measured in group.first["rows"]:
-        length, row = measured["length"], group.row(measured["length"])
+    for length in group.lengths:
+        row = group.row(length)
         if row["nll"] is None:
-            lines.append([str(length), row["note"], "", "", ""])
+            lines.append([str(length), row["note"], "", ""])
             continue
         shown = [_value(row, "perplexity"), _value(row, "bits_per_byte", show_error=False)]
-        shown.append("1" if length == train_length else ratio(group.against(group, length, train_length)))
-        lines.append([str(length), *shown, f"{measured['scored']:,}"])
-    return Table("", ["length", "perplexity", "bits/byte", f"÷ at {train_length} [95 %]", "scored"], lines)
+        lines.append([str(length), *shown, "1" if length == train_length else ratio(group.over_train_length(length))])
+    header = ["length", "perplexity", "bits/byte", f"÷ at {train_length}"]
+    found = usable(group.usable_length())
+    note = f"within {TOLERANCE:.0%} of the perplexity at {train_length} up to {found} tokens of context"
+    if found == NOTHING:
+        note = f"no usable length: the training length, {train_length}, is not measured"
+    return Table("", header, lines, f"{_errors([group], PLUS_MINUS, INTERVAL)}\n{note}")
 
 
 def _value(row: dict, metric: str, show_error: bool = True) -> str:
-    return NOTHING if row[metric] is None else digits(row[metric], row[f"{metric}_error"], show_error)
+    return NOTHING if row[metric] is None else digits(*of_metric(row, metric)[:2], show_error)
+
+
+def _errors(groups: Sequence[Group], *meanings: str) -> str:
+    """What the errors and intervals of a table are over, or why it has none."""
+    few = any(0 < len(group.members[0].counts) < ENOUGH_DOCUMENTS for group in groups)
+    seeds = any(len(group.members) > 1 for group in groups)
+    over = "documents and seeds" if seeds else "documents"
+    return FEW_DOCUMENTS if few else f"{', '.join(meanings)}, over {over}"
 
 
 def by_length(groups: Sequence[Group], metric: str) -> Table:
-    """A line a model, a column a length: `perplexity` or `bits_per_byte`."""
-    errors = "± is the standard deviation over seeds, or a single run's standard error"
-    notes = [errors] if any(len(group.members) > 1 for group in groups) else []
-    ended = {f"{g.label}: {row['note']}": None for g in groups for row in g.first["rows"] if row["nll"] is None}
+    """A line a model, a column a length: `perplexity` or `bits_per_byte`; and the usable length."""
+    ended = {f"{g.label}: {g.row(n)['note']}": None for g in groups for n in g.lengths if not g.has(n)}
     cell = lambda group, length: _value(group.row(length), metric)  # noqa: E731
-    return _over_lengths(metric.replace("_", " "), groups, cell, "; ".join([*notes, *ended]))
+    usable_is = f"usable: within {TOLERANCE:.0%} of the perplexity at the training length"
+    note = "; ".join([_errors(groups, PLUS_MINUS, INTERVAL), usable_is, *ended])
+    return _over_lengths(metric.replace("_", " "), groups, cell, note, with_usable=True)
 
 
 def against_train_length(groups: Sequence[Group]) -> Table:
     """Each model's perplexity over its own at its training length, on the same tokens."""
 
     def cell(group: Group, length: int) -> str:
-        base = group.first["train_length"]
-        return "1" if length == base else ratio(group.against(group, length, base))
+        return "1" if length == group.first["train_length"] else ratio(group.over_train_length(length))
 
-    there = [group for group in groups if group.first["train_length"] in group.members[0].scored]
-    return _over_lengths("perplexity ÷ that at the training length, on the same tokens [95 %]", there, cell)
+    measured = [group for group in groups if group.has(group.first["train_length"])]
+    missing = [
+        f"{group.label}: its training length, {group.first['train_length']}, is not measured"
+        for group in groups
+        if group not in measured
+    ]
+    title = "perplexity ÷ that at the training length, on the same tokens"
+    return _over_lengths(title, measured, cell, "; ".join([_errors(measured, INTERVAL), *missing]))
 
 
 def against(groups: Sequence[Group], reference: Group) -> Table:
     """Each model's nats a token minus the reference's, at each length on the same tokens."""
     others = [group for group in groups if group is not reference]
-    note = "±: half of the 95 % interval, where there are three documents or stretches at least"
-    if any(len(group.members) > 1 for group in groups):
-        note += "; in brackets: standard deviation over seeds"
-    cell = lambda group, length: difference(group.against(reference, length))  # noqa: E731
-    return _over_lengths(f"nats a token minus those of {reference.label}, on the same tokens", others, cell, note)
+    pairs = {(id(g), n): g.against(reference, n) for g in others for n in g.lengths}
+    compared = {g.label: pair["seeds"] for g in others for n in g.lengths if (pair := pairs[id(g), n])}
+    seeds = [f"seeds of {label}: {words}" for label, words in compared.items() if not words.isdigit()]
+    cell = lambda group, length: difference(pairs[id(group), length])  # noqa: E731
+    title = f"nats a token minus those of {reference.label}, on the same tokens"
+    return _over_lengths(title, others, cell, "; ".join([_errors(groups, INTERVAL), *seeds]))
 
 
-def _over_lengths(title: str, groups: Sequence[Group], cell: Callable[[Group, int], str], note: str = "") -> Table:
+def _over_lengths(
+    title: str, groups: Sequence[Group], cell: Callable[[Group, int], str], note: str, with_usable: bool = False
+) -> Table:
     """A line a model, a column a length; lines in which nothing but 1 stands are left out.
 
     Between them the number of seeds, where any has several, and the training length, where they differ.
     """
-    lengths = [row["length"] for row in groups[0].first["rows"]] if groups else []
-    about = {}
+    lengths, about = groups[0].lengths if groups else [], {}
     if any(len(group.members) > 1 for group in groups):
         about["seeds"] = lambda group: str(len(group.members))
     if len({group.first["train_length"] for group in groups}) > 1:
         about["trained at"] = lambda group: str(group.first["train_length"])
+    last = {"usable": lambda group: usable(group.usable_length())} if with_usable else {}
     lines = []
     for group in groups:
         cells = [cell(group, length) for length in lengths]
-        if set(cells) - {NOTHING, "1"}:
-            lines.append([group.label, *(tell(group) for tell in about.values()), *cells])
-    return Table(title, ["model", *about, *map(str, lengths)], lines, note)
+        if set(cells) - {NOTHING, "1"} or group.first.get("truncated"):
+            before, after = ([tell(group) for tell in some.values()] for some in (about, last))
+            lines.append([group.label, *before, *cells, *after])
+    return Table(title, ["model", *about, *map(str, lengths), *last], lines, note)
 
 
 def settings_apart(settings: dict[str, dict]) -> Table | None:
@@ -180,7 +216,7 @@ def _flat(config: dict, prefix: str = "") -> list[tuple[str, object]]:
 def recall(results: Sequence[dict]) -> Table:
     cell = lambda row: digits(row["gain"], row["gain_stderr"])  # noqa: E731
     title = "recall: nats a token that a first copy of a random string gains, by tokens from copy to copy"
-    return _of_probe(results, "recall", "distance", "gain", cell, title)
+    return _of_probe(results, "recall", "distance", "gain", cell, title, f"{PLUS_MINUS}, over trials or seeds")
 
 
 def shift(results: Sequence[dict]) -> Table:
@@ -190,13 +226,15 @@ def shift(results: Sequence[dict]) -> Table:
     return _of_probe(moved, "shift", "shift", "difference", cell, title)
 
 
-def _of_probe(results: Sequence[dict], probe: str, x: str, value: str, cell: Callable, title: str) -> Table:
+def _of_probe(
+    results: Sequence[dict], probe: str, x: str, value: str, cell: Callable, title: str, note: str = ""
+) -> Table:
     """A line a model, a column an x, in which cell(row) stands where the row's value is not None."""
-    xs, lines, notes = sorted({row[x] for result in results for row in result[probe]}), [], {}
+    xs, lines, notes = sorted({row[x] for result in results for row in result[probe]}), [], {note: None} if note else {}
     for result in results:
         of_x = {row[x]: row for row in result[probe]}
-        there = {at: row for at, row in of_x.items() if row[value] is not None}
-        lines.append([result["run"], *(cell(there[at]) if at in there else NOTHING for at in xs)])
+        known = {at: row for at, row in of_x.items() if row[value] is not None}
+        lines.append([result["run"], *(cell(known[at]) if at in known else NOTHING for at in xs)])
         notes |= {f"{result['run']}: {row['note']}": None for row in of_x.values() if "note" in row}
     return Table(title, ["model", *map(str, xs)], lines, "; ".join(notes))
 

@@ -1,0 +1,124 @@
+"""Which tokens are scored in which context.
+
+Two protocols, since they answer different questions (Press et al. 2021, "Train Short, Test Long", section 2.2): longer
+windows of `nonoverlapping` also have fewer tokens with little context; under `sliding` only the context differs.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+PROTOCOLS = ("sliding", "nonoverlapping")
+PLACES = 32  # a cap on the scored tokens keeps windows at so many places of the text, neighbours together
+
+
+@dataclass(frozen=True)
+class Windows:
+    """What one context length scores: of a pass that starts at token `start`, the targets first ... end - 1.
+
+    The inputs of that pass are tokens start ... end - 2.
+    """
+
+    length: int
+    spans: np.ndarray  # int64 (windows, 3): start, first, end
+
+    @property
+    def counts(self) -> np.ndarray:
+        return self.spans[:, 2] - self.spans[:, 1]
+
+    def split(self, borders: np.ndarray) -> "Windows":
+        """Each window once for every document that its targets lie in: targets, not windows, belong to documents.
+
+        borders: int64 (documents + 1,), where each document begins, and the end.
+        """
+        low, high = (np.searchsorted(borders, at, side="right") - 1 for at in (self.spans[:, 1], self.spans[:, 2] - 1))
+        copies = high - low + 1
+        of_window = np.repeat(np.arange(len(low)), copies)
+        document = low[of_window] + np.arange(len(of_window)) - np.repeat(np.cumsum(copies) - copies, copies)
+        start, first, end = self.spans[of_window].T
+        first, end = np.maximum(first, borders[document]), np.minimum(end, borders[document + 1])
+        return Windows(self.length, np.stack((start, first, end), axis=1)[end > first])
+
+    def sums(self, values: np.ndarray, borders: np.ndarray) -> np.ndarray:
+        """Values (windows,) summed over each document that is scored, in the order of the text; split before."""
+        _, document = np.unique(np.searchsorted(borders, self.spans[:, 1], side="right"), return_inverse=True)
+        return np.bincount(document, weights=values)
+
+
+def stretches(n_tokens: int, longest: int, documents: np.ndarray | None = None) -> np.ndarray:
+    """The pieces of text that windows may not leave, int64 (pieces, 2), begin and end: all of it, or each document
+    (offsets, (documents + 1,)) that holds a window of the longest length and its target."""
+    if documents is None:
+        return np.array([[0, n_tokens]])
+    pieces = np.stack((documents[:-1], documents[1:]), axis=1)
+    return pieces[pieces[:, 1] - pieces[:, 0] > longest]
+
+
+def cut(
+    pieces: np.ndarray, length: int, longest: int, protocol: str, stride: int, max_targets: int | None = None
+) -> Windows:
+    """The windows of one length. Whatever the length, the same tokens are scored.
+
+    nonoverlapping: windows of `length` side by side, the last one of a piece what is left; all tokens but the first of
+    each piece are scored. sliding: the targets are cut into blocks of `stride`, the same for all lengths, from the
+    first in each piece that has a full context at the longest length; a window of `length` inputs ends with its block.
+    max_targets keeps at most that many (one window at least), the same for all lengths, spread over the text: blocks of
+    sliding windows, or for nonoverlapping ones stretches of longest windows, each then a piece of its own.
+    """
+    if max_targets is not None and protocol == "nonoverlapping":
+        pieces = _thinned(pieces, longest, max_targets)
+    parts = []
+    for begin, end in pieces.tolist():
+        if protocol == "nonoverlapping":
+            starts = np.arange(begin, end - 1, length)
+            firsts, ends = starts + 1, np.minimum(starts + length + 1, end)
+        else:
+            firsts = np.arange(begin + longest - stride + 1, end, stride)
+            ends = np.minimum(firsts + stride, end)
+            starts = ends - 1 - length
+        parts.append(np.stack((starts, firsts, ends), axis=1))
+    spans = np.concatenate(parts)
+    if max_targets is not None and protocol == "sliding":
+        spans = spans[_spread(len(spans), max(1, max_targets // stride))]
+    return Windows(length, spans)
+
+
+def _thinned(pieces: np.ndarray, longest: int, max_targets: int) -> np.ndarray:
+    """Stretches of whole windows of the longest length with at most max_targets targets, one window at least."""
+    windows = cut(pieces, longest, longest, "nonoverlapping", longest)
+    spans = windows.spans[windows.counts == longest]
+    kept = spans[_spread(len(spans), max(1, max_targets // longest))]
+    border = kept[1:, 0] != kept[:-1, 2] - 1  # else the next window goes on where this one ends
+    return np.stack((kept[np.r_[True, border], 0], kept[np.r_[border, True], 2]), axis=1)
+
+
+def _spread(n: int, keep: int) -> np.ndarray:
+    """Indices of at most `keep` of n windows: runs of neighbours at PLACES places, the first and last included."""
+    if keep >= n:
+        return np.arange(n)
+    places = min(PLACES, keep)
+    run = keep // places
+    starts = np.arange(places) * (n - run) // max(1, places - 1)
+    return (starts[:, None] + np.arange(run)).ravel()
+
+
+def widening_edges(length: int) -> list[int]:
+    """Edges of bins that widen: 0, 1, 2, 3, 4, 6, 8, 12, 16, 24 ... below `length`, and `length`."""
+    powers = [2**k for k in range(1, length.bit_length())]
+    return [edge for edge in sorted({0, 1, *powers, *(3 * power // 2 for power in powers)}) if edge < length] + [length]
+
+
+def cut_by_position(pieces: np.ndarray, edges: Sequence[int], max_targets: int | None = None) -> list[Windows]:
+    """The full windows of edges[-1] tokens side by side, once for each bin of positions: the targets in that bin only.
+
+    Position p is a window's (p + 1)th input; what is scored there is the token after it.
+    """
+    length = edges[-1]
+    windows = cut(pieces, length, length, "nonoverlapping", length, max_targets)
+    starts = windows.spans[windows.counts == length, :1]
+    return [
+        Windows(length, np.concatenate((starts, starts + 1 + low, starts + 1 + high), axis=1))
+        for low, high in pairwise(edges)
+    ]
