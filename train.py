@@ -26,16 +26,29 @@ from torch.nn.utils import clip_grad_norm_
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
-import runs
 from data import DataConfig, TokenFiles, absolute, draw_batch, get_tokenizer, prepare
 from eval import default_lengths, default_stride, log_curve
 from measure import Measurement, Report, Scoring, Text, measure, with_error
 from model import GPT, GPTConfig
 from model.checkpoint import latest_checkpoint, load_state, load_weights, prune_checkpoints, save_checkpoint
+from runs.devices import autocast, device_name, peak_flops, pick_device, pick_precision, profiler, set_numerics
+from runs.folder import MetricsFile, fix_scaling, log_file, provenance, read_run, resumed, start_from, write_run
+from runs.processes import (
+    Ranks,
+    Stop,
+    averaging,
+    errors_as_messages,
+    join_processes,
+    load_optimizer,
+    shard,
+    whole_state,
+)
+from runs.settings import TrainConfig, check_settings, checked
+from runs.tracking import finish_wandb, log_row, new_wandb_id, start_wandb, wandb_identity
 
 log = logging.getLogger("ropewalk")
 
-ConfigStore.instance().store(name="train_schema", node=runs.TrainConfig)
+ConfigStore.instance().store(name="train_schema", node=TrainConfig)
 
 
 def check_lengths(config: DictConfig, files: TokenFiles) -> list[int]:
@@ -97,12 +110,12 @@ def compare_compiled(
 class Trainer:
     """One run: model, optimiser and data, from the step its last checkpoint was written at to max_steps."""
 
-    def __init__(self, config: DictConfig, gpt_config: GPTConfig, folder: Path, ranks: runs.Ranks):
+    def __init__(self, config: DictConfig, gpt_config: GPTConfig, folder: Path, ranks: Ranks):
         self.config, self.folder, self.ranks, t = config, folder, ranks, config.train
-        self.device = runs.pick_device(config.device, ranks.local_rank)
-        self.precision = runs.pick_precision(config.precision, self.device)
+        self.device = pick_device(config.device, ranks.local_rank)
+        self.precision = pick_precision(config.precision, self.device)
         self.sharded = config.sharding == "fsdp"
-        runs.set_numerics(t.tf32 and self.device.type == "cuda", config.deterministic)
+        set_numerics(t.tf32 and self.device.type == "cuda", config.deterministic)
         if config.preset == "gpu" and self.device.type != "cuda":
             log.warning("preset=gpu is meant for a CUDA device, and this run uses %s: expect days", self.device)
         log.info("preset   %s", config.preset)
@@ -128,7 +141,7 @@ class Trainer:
             torch.manual_seed(config.seed)
             self.model = GPT(gpt_config)
             if config.init_from:
-                runs.start_from(self.model, Path(config.init_from).expanduser())
+                start_from(self.model, Path(config.init_from).expanduser())
         c, of_scheme = self.model.config, sum(parameter.numel() for parameter in self.model.pos.parameters())
         flops = self.model.flops_per_token(c.train_length)
         log.info(
@@ -136,17 +149,17 @@ class Trainer:
             f"{c.n_layer} layers, {c.n_head} heads of {c.head_dim}, train length {c.train_length}, "
             f"{flops / 1e6:.1f} MFLOP a token forward"
         )
-        peak = runs.peak_flops(self.device, t.peak_flops)
+        peak = peak_flops(self.device, t.peak_flops)
         self.mfu_of_rate = peak and 3 * flops / (peak * ranks.world_size)  # the pass backward costs two passes forward
 
         if self.sharded:
-            runs.shard(self.model, self.device, self.precision)
+            shard(self.model, self.device, self.precision)
         self.model.to(self.device).train()
         groups = self.model.optimizer_groups(t.weight_decay)
         self.optimizer = torch.optim.AdamW(groups, lr=t.lr, betas=(t.beta1, t.beta2), fused=True)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.precision == "fp16")
         if state:
-            runs.load_optimizer(self.model, self.optimizer, state["optimizer"], self.sharded)
+            load_optimizer(self.model, self.optimizer, state["optimizer"], self.sharded)
             self.scaler.load_state_dict(state["scaler"])
         # Steps since the last row of metrics: (step, mean loss of the global batch, gradient norm), on the device.
         self.pending = [
@@ -154,7 +167,7 @@ class Trainer:
             for step, *values in state.get("pending", [])
         ]
         self.saved = state.get("step")  # the step of the last checkpoint
-        self.provenance = runs.read_run(folder)[1] if config.resume else {"wandb_id": runs.new_wandb_id()}
+        self.provenance = read_run(folder)[1] if config.resume else {"wandb_id": new_wandb_id()}
         self.forward = self._forward()
 
     def _check_resumable(self, weights: Path, state: dict) -> int:
@@ -192,7 +205,7 @@ class Trainer:
         """
         t, first = self.config.train, self.ranks.first
         with contextlib.ExitStack() as outputs:
-            self.stop = outputs.enter_context(runs.Stop())
+            self.stop = outputs.enter_context(Stop())
             if first:
                 self._open_outputs(outputs)
             hidden = None if first else True  # None: where the output is no terminal
@@ -200,7 +213,7 @@ class Trainer:
             outputs.enter_context(bar)
             outputs.enter_context(logging_redirect_tqdm([logging.getLogger()]))
             profiled = self.config.profile and first
-            profiler = outputs.enter_context(runs.profiler(self.folder, self.device)) if profiled else None
+            profile = outputs.enter_context(profiler(self.folder, self.device)) if profiled else None
             # A checkpoint is written before its step is measured, so a resumed run measures first.
             nll = self._evaluate() if self.step and self._due(t.eval_every) else math.nan
             clock, counted = time.perf_counter(), self.step
@@ -208,8 +221,8 @@ class Trainer:
                 self._update()
                 self.step += 1
                 bar.update()
-                if profiler:
-                    profiler.step()
+                if profile:
+                    profile.step()
                 measured, checkpoint = self._due(t.eval_every), self._due(t.checkpoint_every)
                 noted = measured or checkpoint or self.step % t.log_every == 0
                 if noted:
@@ -240,7 +253,7 @@ class Trainer:
         parts = list(zip(inputs.split(micro), targets.split(micro), strict=True))
         loss = torch.zeros((), device=self.device)
         for i, (x, y) in enumerate(parts):
-            with runs.averaging(self.forward, last=i == len(parts) - 1):
+            with averaging(self.forward, last=i == len(parts) - 1):
                 with self._autocast():
                     nll = self.forward(x, targets=y)  # (micro, T)
                 # A part's share of the mean over the global batch: the parts add up to one big batch, whatever their
@@ -282,10 +295,10 @@ class Trainer:
         for step, loss, norm in (found := list(zip(steps, *(torch.stack(v).tolist() for v in values), strict=True))):
             # fp16's scaler skips a step whose gradient overflows: there, only the loss has to be finite.
             if not (math.isfinite(loss) and (math.isfinite(norm) or self.scaler.is_enabled())):
-                good = "there is no checkpoint yet" if self.saved is None else f"the last good checkpoint is step {self.saved}"
+                good = "none" if self.saved is None else f"{self.folder}/checkpoint/step_{self.saved:06d}.safetensors"
                 raise ValueError(
-                    f"step {step + 1}: the loss is {loss}, the gradient norm {norm}; {good}, in {self.folder}. Try a "
-                    "smaller train.lr, a longer train.warmup_steps or precision=fp32"
+                    f"step {step + 1}: the loss is {loss}, the gradient norm {norm}; last good checkpoint: {good}. Try "
+                    "a smaller train.lr, a longer train.warmup_steps or precision=fp32"
                 )
         return found
 
@@ -321,7 +334,7 @@ class Trainer:
         if self.saved == self.step:
             return
         pending = self._finite_steps()  # weights that are not finite must not be kept
-        weights, optimizer = runs.whole_state(self.model, self.optimizer, self.sharded)
+        weights, optimizer = whole_state(self.model, self.optimizer, self.sharded)
         if self.ranks.first:
             state = {"step": self.step, "fingerprint": self.files.fingerprint, "pending": pending}
             state |= {"optimizer": optimizer, "scaler": self.scaler.state_dict()}
@@ -346,17 +359,17 @@ class Trainer:
         """config.yaml, metrics.jsonl and wandb, of the first process."""
         if (self.folder / "config.yaml").exists() and not self.config.resume:
             raise ValueError(f"{self.folder}: holds a run already; resume= it, or choose another folder")
-        here = {**runs.provenance(), "device": str(self.device), "device_name": runs.device_name(self.device)}
+        here = {**provenance(), "device": str(self.device), "device_name": device_name(self.device)}
         here |= {"threads": torch.get_num_threads(), "processes": self.ranks.world_size, "precision": self.precision}
         if self.config.resume:
             self.provenance["resumed"] = [*self.provenance.get("resumed", []), here]
         else:
             self.provenance |= {**here, "fingerprint": self.files.fingerprint}
-        plain = runs.write_run(self.folder, self.config, self.provenance)
-        self.metrics = runs.MetricsFile(self.folder / "metrics.jsonl", self._is_kept)
-        wandb_id, identity = self.provenance["wandb_id"], runs.wandb_identity(self.config)
-        self.wandb = runs.start_wandb(self.config.wandb, self.folder, wandb_id, plain, **identity)
-        outputs.enter_context(self.wandb)
+        plain = write_run(self.folder, self.config, self.provenance)
+        self.metrics = MetricsFile(self.folder / "metrics.jsonl", self._is_kept)
+        wandb_id, identity = self.provenance["wandb_id"], wandb_identity(self.config)
+        self.wandb = start_wandb(self.config.wandb, self.folder, wandb_id, plain, **identity)
+        outputs.push(lambda kind, *_: finish_wandb(self.wandb, failed=kind is not None))
 
     def _is_kept(self, row: dict) -> bool:
         """Whether a row of metrics.jsonl was written before the checkpoint this run goes on from."""
@@ -367,7 +380,7 @@ class Trainer:
         if self.ranks.first:
             row = {"step": self.step, "tokens": self._tokens(self.step), **row}
             self.metrics.write(row)
-            self.wandb.log({key: value for key, value in row.items() if value is not None})
+            self.wandb = log_row(self.wandb, row)
 
     def _due(self, every: int) -> bool:
         return self.step % every == 0 or self.step == self.config.train.max_steps
@@ -376,7 +389,7 @@ class Trainer:
         return steps * self.config.train.batch_size * self.config.model.train_length
 
     def _autocast(self) -> torch.autocast:
-        return runs.autocast(self.device, self.precision)
+        return autocast(self.device, self.precision)
 
 
 @hydra.main(version_base="1.3", config_path="configs", config_name="train")
@@ -384,22 +397,22 @@ def main(config: DictConfig) -> float:
     """One run; a sweeper gets its validation loss at the training length."""
     hydra_config = HydraConfig.get()
     folder = Path(hydra_config.runtime.output_dir)
-    with runs.errors_as_messages(), contextlib.ExitStack() as outputs:
-        ranks = runs.join_processes(config.device)
+    with errors_as_messages(), contextlib.ExitStack() as outputs:
+        ranks = join_processes(config.device)
         if ranks.first:
-            outputs.enter_context(runs.log_file(folder))
-        config = runs.checked(config, runs.TrainConfig)
+            outputs.enter_context(log_file(folder))
+        config = checked(config, TrainConfig)
         if config.resume:
             source = Path(config.resume).expanduser()
-            config = runs.resumed(config, list(hydra_config.overrides.task))
+            config = resumed(config, list(hydra_config.overrides.task))
             if ranks.first and source.resolve() != folder.resolve():
                 raise ValueError(f"hydra.run.dir={folder}: not with resume=, which goes on in {source}")
         else:
-            runs.fix_scaling(config)
+            fix_scaling(config)
             if experiment := hydra_config.runtime.choices.get("experiment"):
                 config.wandb.tags.append(f"experiment={experiment}")
         config.data = absolute(DataConfig(**config.data))
-        gpt_config = runs.check_settings(config, ranks.world_size)
+        gpt_config = check_settings(config, ranks.world_size)
         trainer = Trainer(config, gpt_config, Path(ranks.share(str(folder))), ranks)
         log.info("run      %s", trainer.folder)
         return trainer.train()

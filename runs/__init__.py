@@ -1,70 +1,11 @@
 """What train.py and eval.py share, and model/ must not know: settings, the run folder, devices, processes, wandb."""
 
-from runs.devices import (
-    autocast,
-    device_name,
-    keep_memory,
-    peak_flops,
-    pick_device,
-    pick_precision,
-    profiler,
-    set_numerics,
-)
-from runs.folder import (
-    MetricsFile,
-    fix_scaling,
-    latest_run,
-    log_file,
-    provenance,
-    read_run,
-    resumed,
-    start_from,
-    write_run,
-)
-from runs.processes import (
-    Ranks,
-    Stop,
-    averaging,
-    errors_as_messages,
-    join_processes,
-    load_optimizer,
-    shard,
-    whole_state,
-)
-from runs.settings import CONFIGS, TrainConfig, check_settings, checked
-from runs.tracking import new_wandb_id, start_wandb, wandb_identity
+from runs.devices import autocast, device_name, keep_memory, pick_device, pick_precision
+from runs.folder import MetricsFile, latest_run, provenance, read_run
+from runs.processes import Ranks, errors_as_messages, join_processes
+from runs.settings import CONFIGS, TrainConfig, checked
+from runs.tracking import new_wandb_id, start_wandb
 
-__all__ = [
-    "CONFIGS",
-    "MetricsFile",
-    "Ranks",
-    "Stop",
-    "TrainConfig",
-    "autocast",
-    "averaging",
-    "check_settings",
-    "checked",
-    "device_name",
-    "errors_as_messages",
-    "fix_scaling",
-    "join_processes",
-    "keep_memory",
-    "latest_run",
-    "load_optimizer",
-    "log_file",
-    "new_wandb_id",
-    "peak_flops",
-    "pick_device",
-    "pick_precision",
-    "profiler",
-    "provenance",
-    "read_run",
-    "resumed",
-    "set_numerics",
-    "shard",
-    "start_from",
-    "start_wandb",
-    "wandb_identity",
-    "whole_state",
-    "write_run",
-]
+__all__ = ["CONFIGS", "MetricsFile", "Ranks", "TrainConfig", "autocast", "checked", "device_name", "errors_as_messages"]
+__all__ += ["join_processes", "keep_memory", "latest_run", "new_wandb_id", "pick_device", "pick_precision"]
+__all__ += ["provenance", "read_run", "start_wandb"]

@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -88,8 +89,8 @@ def shard(model: GPT, device: torch.device, precision: str) -> None:
 
     if not dist.is_initialized():
         raise ValueError("sharding=fsdp: start the run with torchrun, or use sharding=none")
-    if precision == "fp16" or device.type not in ("cuda", "cpu"):
-        raise ValueError(f"sharding=fsdp: not with precision={precision} on {device.type}; use bf16 or fp32, cuda or cpu")
+    if precision == "fp16" or device.type == "mps":
+        raise ValueError(f"sharding=fsdp: not with precision={precision} on {device.type}; use bf16 or fp32 on CUDA")
     mesh = dist.init_device_mesh(device.type, (dist.get_world_size(),))
     # Autocast keeps its copies of all weights until the pass backward; of weights gathered in its dtype it makes none.
     dtype = PRECISIONS[precision]
@@ -167,7 +168,10 @@ class Stop:
 
     def asked(self, ranks: Ranks) -> int:
         """The signal that any of the processes has got, in all of them; 0 for none."""
-        return self.signum if ranks.world_size == 1 else int(ranks.summed(np.array([float(self.signum)]))[0])
+        largest = torch.tensor(self.signum)
+        if ranks.world_size > 1:
+            dist.all_reduce(largest, dist.ReduceOp.MAX)
+        return int(largest)
 
 
 ASCII = {"÷": "/", "±": "+/-", "×": "x", "·": "*", "–": "-", "…": "...", "θ": "theta"}
@@ -188,14 +192,17 @@ def errors_as_messages() -> Iterator[None]:
         yield
     except KeyboardInterrupt:
         raise SystemExit(130) from None
-    except (ValueError, OSError, MemoryError, torch.OutOfMemoryError, dist.DistError) as error:
-        memory = isinstance(error, (MemoryError, torch.OutOfMemoryError))
-        message = f"error: {str(error) or 'out of memory'}"
-        message += "; use a smaller model or train.batch_size, or shorter lengths" if memory else ""
+    except Exception as error:
+        memory = isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+        way_out = "; use a smaller model or train.batch_size, or shorter lengths" if memory else ""
+        known = memory or isinstance(error, ValueError | OSError)
+        message = f"error: {error}{way_out}" if known else traceback.format_exc()
         if dist.is_initialized() and dist.get_world_size() > 1:
-            sys.stdout.flush()
-            os.write(2, f"{message} (process {dist.get_rank()})\n".encode("ascii", "ropewalk"))
+            lost = isinstance(error, dist.DistError) or "gloo" in str(error)
+            print("error: another process has ended" if lost else message, file=sys.stderr, flush=True)
             os._exit(1)
+        if not known:
+            raise
         if HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN:
             print(message, file=sys.stderr)  # Hydra shows only the first of a sweep's failures
         raise CompactHydraException(message) from error

@@ -56,22 +56,42 @@ def start_wandb(
     init |= {"id": run_id, "config": config, "job_type": job_type, "project": settings.get("project", "ropewalk")}
     init |= {"dir": str(folder.resolve().parent), "reinit": "create_new", "settings": quiet}
     failures = []
-    for mode in dict.fromkeys((mode, "offline", "disabled")):
+    for attempt in dict.fromkeys((mode, "offline", "disabled")):
         try:
-            if mode == "online" and not wandb.login(prompt=False, verify=False):
+            if attempt == "online" and not wandb.login(prompt=False, verify=False):
                 raise ValueError("not logged in; run `wandb login`")
-            run = wandb.init(mode=mode, resume="allow" if mode == "online" else None, **init)
+            run = wandb.init(mode=attempt, resume="allow" if attempt == "online" else None, **init)
             break
         except Exception as error:  # whatever a server, a proxy or a full disk makes wandb raise
             failures.append(" ".join(str(error).split()))
     if failures:
-        log.warning("wandb goes on %s (metrics.jsonl has every number): %s", mode, "; ".join(failures))
+        log.warning("wandb goes on %s (metrics.jsonl has every number): %s", attempt, "; ".join(failures))
     run.define_metric("tokens")
     for prefix in ("train", "val", "speed"):
         run.define_metric(f"{prefix}/*", step_metric="tokens")
     for prefix, x in (("extrapolation", "length"), ("by_position", "position"), ("recall", "distance")):
         run.define_metric(f"{prefix}/{x}")
         run.define_metric(f"{prefix}/*", step_metric=f"{prefix}/{x}")
-    if mode != "disabled":
-        log.info("wandb    %s, run %s", run.url if mode == "online" else f"offline in {init['dir']}/wandb", run.id)
+    if attempt != "disabled":
+        log.info("wandb    %s, run %s", run.url if attempt == "online" else f"offline in {init['dir']}/wandb", run.id)
     return run
+
+
+def log_row(run: Any, row: dict) -> Any:
+    """Log what is there of a row of metrics. Returns the run to log to next: a disabled one where wandb has failed."""
+    try:
+        run.log({key: value for key, value in row.items() if value is not None})  # wandb would show None as a value
+        return run
+    except Exception as error:  # its service may have died; the training goes on
+        import wandb
+
+        log.warning("wandb failed and is left out from here on (metrics.jsonl goes on): %r", error)
+        return wandb.init(mode="disabled")
+
+
+def finish_wandb(run: Any, failed: bool) -> None:
+    """Close a wandb run; what it cannot send within a minute stays in its folder."""
+    try:
+        run.finish(exit_code=int(failed))
+    except Exception as error:
+        log.warning("wandb could not be closed (metrics.jsonl is whole): %r", error)
