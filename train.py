@@ -48,6 +48,8 @@ from runs.tracking import finish_wandb, log_row, new_wandb_id, start_wandb, wand
 
 log = logging.getLogger("ropewalk")
 
+COMPILED = ("cuda",)  # devices on which train.compile=auto compiles
+
 ConfigStore.instance().store(name="train_schema", node=TrainConfig)
 
 
@@ -177,15 +179,16 @@ class Trainer:
                 f"resume={self.folder}: was trained on data {state['fingerprint']}, but {self.files.meta['corpus']} is "
                 f"{self.files.fingerprint} here; going on would mix the two"
             )
-        if state["step"] > self.config.train.max_steps:
-            raise ValueError(f"resume={self.folder}: has {state['step']} steps; raise {self.config.train.max_steps=}")
-        log.info("resume   %s, step %d of %d", weights, state["step"], self.config.train.max_steps)
-        return state["step"]
+        step, most = state["step"], self.config.train.max_steps
+        if step > most:
+            raise ValueError(f"resume={self.folder}: has {step} steps; raise train.max_steps={most}")
+        log.info("resume   %s, step %d of %d", weights, step, most)
+        return step
 
     def _forward(self) -> nn.Module:
         """The model as it is called in training: compiled, and averaging gradients over the processes."""
-        t, forward, cuda = self.config.train, self.model, self.device.type == "cuda"
-        if t.compile is True or (t.compile == "auto" and cuda and not self.sharded):
+        t, forward = self.config.train, self.model
+        if t.compile is True or (t.compile == "auto" and self.device.type in COMPILED and not self.sharded):
             forward = torch.compile(self.model)
             if t.compile == "auto":
                 inputs, targets = (part[: t.micro_batch_size] for part in self._batch())
@@ -194,7 +197,7 @@ class Trainer:
                 self.model.train()
                 forward = forward if self.ranks.share(agree) else self.model
         if self.ranks.world_size > 1 and not self.sharded:
-            devices = [self.device.index] if cuda else None
+            devices = [self.device.index] if self.device.type == "cuda" else None
             forward = torch.nn.parallel.DistributedDataParallel(forward, device_ids=devices)
         return forward
 

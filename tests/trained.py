@@ -1,6 +1,7 @@
 """Tiny runs: the settings that make them, and functions that train and measure in this process, as the commands do."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,10 +11,10 @@ from hydra import compose, initialize_config_dir
 from safetensors.torch import load_file
 from wandb.util import get_core_path
 
-from eval import EvalConfig, evaluate_runs
 from model.checkpoint import latest_checkpoint
-from runs import Ranks, Stop, TrainConfig, check_settings, checked, resumed_config
-from runs.origin import RESUMABLE
+from runs import Ranks, TrainConfig, checked
+from runs.folder import RESUMABLE, fix_scaling, resumed
+from runs.settings import check_settings
 from train import Trainer
 
 REPOSITORY = Path(__file__).parents[1]
@@ -36,10 +37,11 @@ def run(folder: Path, *overrides, resume: bool = False, ranks: Ranks = ALONE) ->
     config = composed(*overrides)
     if resume:
         changes = [o for o in overrides if o.split("=")[0] in RESUMABLE]
-        config = resumed_config(composed(*overrides, f"resume='{folder}'"), [*changes, f"resume={folder}"])
-    with Stop() as stop:
-        trainer = Trainer(config, check_settings(config, ranks), folder, ranks, stop)
-        trainer.train()
+        config = resumed(composed(*overrides, f"resume='{folder}'"), [*changes, f"resume={folder}"])
+    else:
+        fix_scaling(config)
+    trainer = Trainer(config, check_settings(config, ranks.world_size), folder, ranks)
+    trainer.train()
     return trainer
 
 
@@ -57,13 +59,14 @@ def same(a: dict, b: dict) -> bool:
 
 
 def measure(*overrides):
+    from eval import EvalConfig, evaluate_runs
+
     return evaluate_runs(composed("wandb.mode=disabled", "device=cpu", *overrides, name="eval", schema=EvalConfig))
 
 
-def command(script: str, *arguments, cwd: Path, launcher=(sys.executable,)) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [*launcher, str(REPOSITORY / script), *arguments], cwd=cwd, capture_output=True, text=True, timeout=240
-    )
+def command(script: str, *arguments, cwd: Path, launcher=(sys.executable,), **env) -> subprocess.CompletedProcess:
+    words = [*launcher, str(REPOSITORY / script), *arguments]
+    return subprocess.run(words, cwd=cwd, capture_output=True, text=True, timeout=240, env={**os.environ, **env})
 
 
 def records(wandb_folder: Path) -> list[dict]:
