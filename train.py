@@ -362,9 +362,12 @@ class Trainer:
         """config.yaml, metrics.jsonl and wandb, of the first process."""
         if (self.folder / "config.yaml").exists() and not self.config.resume:
             raise ValueError(f"{self.folder}: holds a run already; resume= it, or choose another folder")
+        for left in self.folder.glob(".*.tmp"):  # by a process that was killed
+            left.unlink()
         here = {**provenance(), "device": str(self.device), "device_name": device_name(self.device)}
         here |= {"threads": torch.get_num_threads(), "processes": self.ranks.world_size, "precision": self.precision}
         if self.config.resume:
+            prune_checkpoints(self.folder, self.config.train.keep, self.step)
             self.provenance["resumed"] = [*self.provenance.get("resumed", []), here]
         else:
             self.provenance |= {**here, "fingerprint": self.files.fingerprint}

@@ -149,7 +149,8 @@ def log_file(folder: Path) -> Iterator[None]:
         yield
     finally:
         logging.getLogger().removeHandler(handler)
-        handler.close()
+        with contextlib.suppress(OSError):  # on a full disk its last lines are lost
+            handler.close()
         if not (folder / "config.yaml").exists():
             (folder / "train.log").unlink(missing_ok=True)
             with contextlib.suppress(OSError):  # a folder that holds other files stays

@@ -48,7 +48,7 @@ def start_wandb(
 
     check_mode(settings.mode)
     # A run that ends waits for a server 60 seconds; what is not sent by then stays in wandb's folder.
-    quiet = wandb.Settings(silent=True, console="off", init_timeout=30, finish_timeout=60, disable_git=True)
+    quiet = wandb.Settings(silent=True, console="off", finish_timeout=60, disable_git=True)
     wandb.setup(wandb.Settings(silent=True))
     mode = os.environ.get("WANDB_MODE", "auto") if settings.mode == "auto" else settings.mode
     if mode == "auto":
@@ -64,6 +64,7 @@ def start_wandb(
             break
         except Exception as error:  # whatever a server, a proxy or a full disk makes wandb raise
             failures.append(" ".join(str(error).split()))
+            wandb.teardown()  # else its service still holds the run's id
     if failures:
         log.warning("wandb goes on %s (metrics.jsonl has every number): %s", attempt, "; ".join(failures))
     run.define_metric("tokens")
