@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from hydra.experimental.callback import Callback
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -121,6 +122,15 @@ RESOLVERS = {  # the functions that the YAML files call by name; the only ones
 }
 for _name, _resolver in RESOLVERS.items():
     OmegaConf.register_new_resolver(_name, _resolver, replace=True)
+
+
+class KeepResults(Callback):
+    """A sweep's optimization_results.yaml gets the time into its name: a later sweep leaves it alone."""
+
+    def on_multirun_end(self, config: DictConfig, **_) -> None:
+        path = Path(config.hydra.sweep.dir) / "optimization_results.yaml"
+        if path.exists():
+            path.rename(path.with_name(f"{datetime.now():%Y-%m-%d_%H-%M-%S}_{path.name}"))
 
 
 def checked(config: DictConfig, schema: type) -> DictConfig:

@@ -13,7 +13,7 @@ from model.positions import SCHEMES
 from runs.processes import Ranks
 from tests.processes import end, start
 from tests.test_resume import assert_equal, finish
-from tests.trained import TINY, command, metrics, run, same, weights
+from tests.trained import TINY, assert_near, command, metrics, run, same, weights
 
 SETTINGS = [
     *TINY, "model.n_layer=2", "train.batch_size=12", "train.micro_batch_size=2", "train.lr=1e-2", "train.keep=9",
@@ -28,9 +28,7 @@ def assert_close(folder, whole, within=1e-4):
     expected = weights(whole)
     for name, tensor in weights(folder).items():
         torch.testing.assert_close(tensor, expected[name], rtol=0, atol=within, msg=f"{folder.name} {name}")
-    assert len(metrics(folder)) == len(metrics(whole))
-    for row, other in zip(metrics(folder), metrics(whole), strict=True):
-        assert row == pytest.approx(other, rel=10 * within), folder.name
+    assert_near(folder, whole, rel=10 * within)
 
 
 def begun(run_folder, folder):

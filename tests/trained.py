@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from hydra import compose, initialize_config_dir
 from safetensors.torch import load_file
@@ -52,6 +53,14 @@ def weights(folder: Path) -> dict:
 def metrics(folder: Path) -> list[dict]:
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [{key: value for key, value in row.items() if not key.startswith("speed/")} for row in rows]
+
+
+def assert_near(folder: Path, whole: Path, rel: float) -> None:
+    """The rows of metrics of two runs agree up to rounding; what is null in one is null in the other."""
+    assert len(metrics(folder)) == len(metrics(whole))
+    for row, other in zip(metrics(folder), metrics(whole), strict=True):
+        numbers = {key: value for key, value in other.items() if value is not None}
+        assert row == {**dict.fromkeys(row), **{key: pytest.approx(value, rel=rel) for key, value in numbers.items()}}
 
 
 def same(a: dict, b: dict) -> bool:
