@@ -17,7 +17,6 @@ from pathlib import Path
 import hydra
 import numpy as np
 import torch
-import torch.distributed as dist
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
@@ -264,8 +263,7 @@ class Trainer:
                 part = nll.sum() / self._tokens(1)
                 self.scaler.scale(part * self.ranks.world_size).backward()
             loss += part.detach()
-        if self.ranks.world_size > 1:
-            dist.all_reduce(loss)
+        self.ranks.add_up(loss)
         self.scaler.unscale_(self.optimizer)
         norm = clip_grad_norm_(self.model.parameters(), t.grad_clip)
         self.pending.append((self.step, loss, norm.full_tensor() if self.sharded else norm))

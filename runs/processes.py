@@ -49,12 +49,15 @@ class Ranks:
             dist.broadcast_object_list(values, device=torch.device("cpu"))
         return values[0]
 
+    def add_up(self, tensor: Tensor) -> Tensor:
+        """A tensor, which becomes its sum over the processes."""
+        if self.world_size > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
     def summed(self, values: np.ndarray) -> np.ndarray:
         """float64 (n,) -> their sums over the processes."""
-        total = torch.from_numpy(values.copy())
-        if self.world_size > 1:
-            dist.all_reduce(total)
-        return total.numpy()
+        return self.add_up(torch.from_numpy(values.copy())).numpy()
 
     def in_turn(self, action: Callable[[], Any]) -> Any:
         """Each process' own result, of the first process of a machine first: what it leaves on a disk is made once."""

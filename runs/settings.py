@@ -124,8 +124,12 @@ for _name, _resolver in RESOLVERS.items():
     OmegaConf.register_new_resolver(_name, _resolver, replace=True)
 
 
-class KeepResults(Callback):
-    """A sweep's optimization_results.yaml gets the time into its name: a later sweep leaves it alone."""
+class Sweep(Callback):
+    """What a sweep by optuna needs: a trial that fails does not end it, and a later sweep leaves its results alone."""
+
+    def on_multirun_start(self, config: DictConfig, **_) -> None:
+        if "max_failure_rate" in config.hydra.sweeper:
+            config.hydra.sweeper.max_failure_rate = 1.0
 
     def on_multirun_end(self, config: DictConfig, **_) -> None:
         path = Path(config.hydra.sweep.dir) / "optimization_results.yaml"

@@ -206,7 +206,7 @@ def test_a_profile_is_written(corpus, tmp_path):
 
 
 def test_peaks_are_found_by_the_devices_name(monkeypatch):
-    names = {"NVIDIA H100 80GB HBM3": 989e12, "NVIDIA H100 PCIe": 756e12, "NVIDIA A100-SXM4-40GB": 312e12, "Other": None}
+    names = {"NVIDIA H100 80GB HBM3": 989e12, "NVIDIA H100 PCIe": 756e12, "NVIDIA A100-SXM4-40GB": 312e12, "T4": None}
     for name, peak in names.items():
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
         assert peak_flops(SimpleNamespace(type="cuda"), None) == peak
