@@ -77,20 +77,24 @@ def hold_out(
     """How many bytes of each document's end are held out, int64 (documents,): all, none, or of at most one a part.
 
     Groups of documents are drawn by a hash of their text with the seed, and held out whole until about `fraction` of
-    all bytes are (0.9 to 1.1 of that, if possible); a group that is too large is passed over. Where that gives too
-    little, a document too large to hold out whole, and without near-duplicates, gives its end. Where that gives
-    nothing, the smallest group is held out.
+    all bytes are (0.9 to 1.1 of that, if possible); a group that is too large is passed over. Groups of more than a
+    twentieth of what is to be held out are not drawn where the others have at least half of the text and twice what is
+    needed: a mean over documents should not hang on a few. Where too little is held out so, a document too large to
+    hold out whole, and without near-duplicates, gives its end; where nothing is, the smallest group is held out.
     """
     sizes = np.array(sizes)
-    target = fraction * int(sizes.sum())
-    most = min(1.1 * target, (target + int(sizes.sum())) / 2)
+    total, target = int(sizes.sum()), fraction * int(sizes.sum())
+    most = min(1.1 * target, (target + total) / 2)
     documents_in, bytes_in = np.bincount(groups), np.bincount(groups, weights=sizes)
     hashes = b"".join(hashlib.blake2b(str(seed).encode() + digest, digest_size=8).digest() for digest in digests)
-    drawn = groups[np.argsort(np.frombuffer(hashes, "<u8"), kind="stable")]
+    drawn = groups[np.argsort(np.frombuffer(hashes, ">u8"), kind="stable")]
     order = drawn[np.sort(np.unique(drawn, return_index=True)[1])]  # each group once
+    small = bytes_in <= target / 20
+    if bytes_in[small].sum() >= max(total / 2, 2 * target):
+        order = order[small[order]]
     chosen, large, done = [], None, 0
     for group in order.tolist():
-        if done >= 0.9 * target:
+        if done >= target:
             break
         if done + bytes_in[group] <= most:
             chosen.append(group)

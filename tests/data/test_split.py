@@ -11,6 +11,7 @@ import yaml
 import data.overlap
 from data import DataConfig, prepare
 from data.overlap import group_duplicates, measure_overlap
+from data.split import hold_out
 from tests.data.toys import BYTES, files, silent, texts_of, toy, write
 
 
@@ -150,6 +151,19 @@ def test_the_held_out_documents_are_drawn(tmp_path):
     assert len(set.union(*drawn)) > 10  # 30 draws from 40: 21 on average, 2 if the seed did nothing
     again = prepare(toy(tmp_path, *documents[::-1]), BYTES, silent)  # wherever they stand
     assert set(texts_of(again, "val")) == drawn[0]
+
+
+def test_a_few_large_documents_are_not_drawn_where_others_are_enough():
+    sizes, rng = [100] * 300 + [2000] * 5, np.random.default_rng(0)
+    for seed in range(20):
+        digests = [rng.bytes(16) for _ in sizes]
+        held_out = hold_out(sizes, digests, np.arange(305), 0.1, seed)
+        assert held_out.tolist()[300:] == [0] * 5
+        assert set(held_out.tolist()) == {0, 100}
+        assert held_out.sum() == 4000
+    held_out = hold_out(sizes, digests, np.arange(305), 0.5, 0)  # more than the others can give
+    assert any(held_out[300:])
+    assert held_out.sum() == pytest.approx(20_000, rel=0.1)
 
 
 def test_little_text_to_train_on_is_a_warning(tmp_path):
