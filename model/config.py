@@ -23,12 +23,13 @@ class GPTConfig:
     scaling, None for none; original_length: the length its formulas start from, where training under it went on at
     another (None: train_length).
 
-    layers: what each layer's attention sees, repeated over the depth; full (the scheme, all earlier keys), window (the
-    scheme, the token itself and the window - 1 before it) or nope (no positions, all earlier keys). query_scale: None;
-    log, queries grow with the logarithm of their position past train_length (Llama 4, 2025); log_nope, in nope layers
-    only, as there; ssmax, queries grow with the logarithm of the keys seen, times a learned factor a head (Nakanishi
-    2025). sinks: a learned logit a head in the softmax's denominator (gpt-oss, 2025). Raises ValueError, naming the setting and what is allowed, for anything that cannot be
-    built.
+    layers: what the attention of each layer sees, repeated over the depth: full (the scheme, all earlier tokens),
+    window (the scheme, a token itself and the window - 1 before it) or nope (no positions, all earlier tokens).
+    query_scale: None; log, queries grow with the logarithm of their position past train_length (Llama 4, 2025);
+    log_nope, in nope layers only, as there; ssmax, queries grow with the logarithm of the number of tokens seen, times
+    a learned factor a head (Nakanishi 2025). sinks: a learned logit a head in the softmax's denominator (gpt-oss, 2025).
+
+    Raises ValueError, naming the setting and what is allowed, for anything that cannot be built.
     """
 
     vocab_size: int

@@ -1,4 +1,4 @@
-"""What layers see: patterns of windows and layers without positions, query scales, sinks; against others and by hand."""
+"""What layers see: windows, layers without positions, query scales, sinks; against others and by hand."""
 
 import math
 
@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from model import GPTConfig
-from model.positions import SCHEMES
 from model.scaling import SCALINGS
 from tests.helpers import ALL_SCHEMES, cached_logits, random_tokens, scheme_id, small_model
 
@@ -123,7 +122,7 @@ def hf_attention(module, config, ours, x, **arguments):
     state = {"q_proj.weight": q, "k_proj.weight": k, "v_proj.weight": v, "o_proj.weight": ours.out.weight}
     if ours.sinks is not None:
         state |= {"sinks": ours.sinks} | {
-            f"{name}_proj.bias": torch.zeros(n) for name, n in zip("qkvo", (D, kv, kv, D))
+            f"{name}_proj.bias": torch.zeros(n) for name, n in zip("qkvo", (D, kv, kv, D), strict=True)
         }
     attention.load_state_dict({**attention.state_dict(), **state})
     return attention(x, **arguments)[0]
@@ -227,10 +226,9 @@ def test_biases_are_their_published_formulas(pos):
             else:
                 c, longest = abs(scheme.rate), max(i, abs(scheme.threshold).item() * 16)
                 relative = torch.log(c * (i - j) + 1) / torch.log(c * longest + 1)
-                hidden = [
-                    max(0.0, (w * relative + b).item()) for w, b in zip(scheme.hidden.weight[:, 0], scheme.hidden.bias)
-                ]
-                expected = sum(w * unit for w, unit in zip(scheme.out.weight[h], hidden)) + scheme.out.bias[h]
+                units = (scheme.hidden.weight[:, 0] * relative + scheme.hidden.bias).tolist()
+                out = zip(scheme.out.weight[h].tolist(), units, strict=True)
+                expected = scheme.out.bias[h] + sum(weight * max(0.0, unit) for weight, unit in out)
             assert bias[h, i, j].item() == pytest.approx(expected.item(), abs=1e-5)
 
 
@@ -260,3 +258,12 @@ def test_a_learned_table_ends_in_patterns_too():
 def test_refusals(settings, words):
     with pytest.raises(ValueError, match=words):
         GPTConfig(vocab_size=61, n_layer=2, n_head=2, head_dim=16, **settings)
+
+
+@every_recipe
+def test_recipes_are_refused_where_they_cannot_be_exported(recipe):
+    pytest.importorskip("transformers", reason="the export needs it")
+    from model.hf_weights import to_transformers
+
+    with pytest.raises(ValueError, match=r"model\.(layers|query_scale|sinks)=.* do not have it"):
+        to_transformers(small_model({"name": "rope"}, torch.float32, **recipe))
