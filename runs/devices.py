@@ -3,12 +3,18 @@
 import contextlib
 import ctypes
 import logging
+import math
 import os
 import platform
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from torch import Tensor
+from torch.nn.utils import clip_grad_norm_
+
+from model import GPT
 
 log = logging.getLogger("ropewalk")
 
@@ -122,3 +128,32 @@ def profiler(folder: Path, device: torch.device) -> torch.profiler.profile:
 
     schedule = torch.profiler.schedule(wait=1, warmup=1, active=3, repeat=1)
     return torch.profiler.profile(schedule=schedule, on_trace_ready=write, acc_events=True)
+
+
+def compare_compiled(
+    model: GPT, compiled: Callable, inputs: Tensor, targets: Tensor, context: contextlib.AbstractContextManager
+) -> bool:
+    """Whether loss and gradient norm of a batch, ids (B, T), agree within 2 % between a model and its compiled form.
+
+    If not, or where compiling fails, there is a warning. Gradients are cleared afterwards.
+    """
+    found = []
+    try:
+        for forward in (model, compiled):
+            with context:
+                loss = forward(inputs, targets=targets).mean()
+            loss.backward()
+            found.append(torch.stack([loss.detach(), clip_grad_norm_(model.parameters(), math.inf)]))
+            model.zero_grad(set_to_none=True)
+    except Exception as error:  # whatever a compiler or its tools happen to raise
+        log.warning("train.compile=auto: torch.compile failed (%s); training goes on without it", error)
+        model.zero_grad(set_to_none=True)
+        return False
+    (loss, norm), (other_loss, other_norm) = (values.tolist() for values in found)
+    agree = math.isclose(loss, other_loss, rel_tol=0.02) and math.isclose(norm, other_norm, rel_tol=0.02)
+    if not agree:
+        log.warning(
+            "train.compile=auto: the compiled model has loss %.4g and gradient norm %.4g on the first batch, the model "
+            "itself %.4g and %.4g; training goes on without torch.compile", other_loss, other_norm, loss, norm
+        )  # fmt: skip
+    return agree

@@ -14,9 +14,9 @@ from model import GPT, GPTConfig
 from model.checkpoint import checkpoints, latest_checkpoint, load_state
 from model.positions import SCHEMES
 from runs import MetricsFile, read_run
-from runs.devices import PEAK_FLOPS, peak_flops
+from runs.devices import PEAK_FLOPS, compare_compiled, peak_flops
 from tests.trained import TINY, assert_near, composed, metrics, run, same, weights
-from train import compare_compiled, lr_at
+from train import lr_at
 
 
 def test_a_step_is_adamw_on_the_mean_loss_of_the_batch(corpus, tmp_path):
