@@ -73,10 +73,9 @@ class Trainer:
         self.config, self.folder, self.ranks, t = config, folder, ranks, config.train
         self.device = devices.pick_device(config.device, ranks.local_rank)
         self.precision = devices.pick_precision(config.precision, self.device)
-        self.sharded = config.sharding == "fsdp"
+        self.autocast = devices.autocast(self.device, self.precision)
+        self.sharded, self.step_tokens = config.sharding == "fsdp", t.batch_size * config.model.train_length
         devices.set_numerics(t.tf32 and self.device.type == "cuda", config.deterministic)
-        if config.preset == "gpu" and self.device.type != "cuda":
-            log.warning("preset=gpu is meant for a CUDA device, and this run uses %s: expect days", self.device)
         log.info("preset   %s", config.preset)
         log.info("device   %s, %s, %d process(es)", self.device, self.precision, ranks.world_size)
 
@@ -101,12 +100,11 @@ class Trainer:
             self.model = GPT(gpt_config)
             if config.init_from:
                 start_from(self.model, Path(config.init_from).expanduser())
-        c, of_scheme = self.model.config, sum(parameter.numel() for parameter in self.model.pos.parameters())
-        flops = self.model.flops_per_token(c.train_length)
+        c, flops = self.model.config, self.model.flops_per_token(config.model.train_length)
+        of_scheme = sum(parameter.numel() for parameter in self.model.pos.parameters())
         log.info(
             f"model    {c.pos['name']}: {self.model.num_parameters():,} parameters ({of_scheme:,} for positions), "
-            f"{c.n_layer} layers, {c.n_head} heads of {c.head_dim}, train length {c.train_length}, "
-            f"{flops / 1e6:.1f} MFLOP a token forward"
+            f"{c.n_layer} layers, {c.n_head} heads, train length {c.train_length}, {flops / 1e6:.1f} MFLOP a token"
         )
         peak = devices.peak_flops(self.device, t.peak_flops)
         self.mfu_of_rate = peak and 3 * flops / (peak * ranks.world_size)  # the pass backward costs two passes forward
@@ -129,12 +127,9 @@ class Trainer:
 
     def _check_resumable(self, weights: Path, state: dict) -> int:
         """The step of a checkpoint. ValueError where this run cannot go on from it."""
-        if state["fingerprint"] != self.files.fingerprint:
-            raise ValueError(
-                f"resume={self.folder}: was trained on data {state['fingerprint']}, but {self.files.meta['corpus']} is "
-                f"{self.files.fingerprint} here; going on would mix the two"
-            )
-        step, most = state["step"], self.config.train.max_steps
+        step, most, trained_on = state["step"], self.config.train.max_steps, state["fingerprint"]
+        if trained_on != self.files.fingerprint:
+            raise ValueError(f"resume={self.folder}: was trained on data {trained_on}, not {self.files.fingerprint}")
         if step > most:
             raise ValueError(f"resume={self.folder}: has {step} steps; raise train.max_steps={most}")
         log.info("resume   %s, step %d of %d", weights, step, most)
@@ -147,9 +142,7 @@ class Trainer:
             forward = torch.compile(self.model)
             if t.compile == "auto":
                 inputs, targets = (part[: t.micro_batch_size] for part in self._batch())
-                self.model.train(not self.model.config.dropout)  # dropout draws other numbers when compiled
-                agree = devices.compare_compiled(self.model, forward, inputs, targets, self._autocast())
-                self.model.train()
+                agree = devices.compare_compiled(self.model, forward, inputs, targets, self.autocast)
                 forward = forward if self.ranks.share(agree) else self.model
         if self.ranks.world_size > 1 and not self.sharded:
             of_rank = [self.device.index] if self.device.type == "cuda" else None
@@ -169,8 +162,9 @@ class Trainer:
             how = {"unit": "step", "smoothing": 0.05, "disable": None if first else True}  # None: if no terminal
             bar = outputs.enter_context(tqdm(total=t.max_steps, initial=self.step, **how))
             outputs.enter_context(logging_redirect_tqdm([logging.getLogger()]))
-            profiled = self.config.profile and first
-            profile = outputs.enter_context(devices.profiler(self.folder, self.device)) if profiled else None
+            profile = (
+                self.config.profile and first and outputs.enter_context(devices.profiler(self.folder, self.device))
+            )
             # A checkpoint is written before its step is measured, so a resumed run measures first.
             nll = self._evaluate() if self.step and self._due(t.eval_every) else math.nan
             clock, counted = time.perf_counter(), self.step
@@ -184,7 +178,7 @@ class Trainer:
                 noted = measured or checkpoint or self.step % t.log_every == 0
                 if noted:
                     row = self._row()
-                    seconds, tokens = time.perf_counter() - clock, (self.step - counted) * self._tokens(1)
+                    seconds, tokens = time.perf_counter() - clock, (self.step - counted) * self.step_tokens
                     row["speed/tokens_per_second"] = rate = tokens / seconds
                     row["speed/mfu"] = self.mfu_of_rate and rate * self.mfu_of_rate
                     bar.set_postfix_str(f"loss {row['train/loss']:.3f}, {rate:,.0f} tokens/s", refresh=False)
@@ -211,11 +205,11 @@ class Trainer:
         loss = torch.zeros((), device=self.device)
         for i, (x, y) in enumerate(parts):
             with processes.averaging(self.forward, last=i == len(parts) - 1):
-                with self._autocast():
+                with self.autocast:
                     nll = self.forward(x, targets=y)  # (micro, T)
                 # A part's share of the mean over the global batch: the parts add up to one big batch, whatever their
                 # number. The factor undoes the mean over processes.
-                part = nll.sum() / self._tokens(1)
+                part = nll.sum() / self.step_tokens
                 self.scaler.scale(part * self.ranks.world_size).backward()
             loss += part.detach()
         self.ranks.add_up(loss)
@@ -228,18 +222,17 @@ class Trainer:
 
     def _batch(self) -> tuple[Tensor, Tensor]:
         """Inputs and targets of the step at hand on the device, int64 (B, T), B this process' share of the batch."""
-        c, cuda = self.config, self.device.type == "cuda"
-        where = (c.seed, self.step, self.ranks.rank, self.ranks.world_size)
-        batch = draw_batch(self.files.train, c.model.train_length, c.train.batch_size, *where)
+        cuda, seed, length = self.device.type == "cuda", self.config.seed, self.config.model.train_length
+        where = (seed, self.step, self.ranks.rank, self.ranks.world_size)
+        batch = draw_batch(self.files.train, length, self.config.train.batch_size, *where)
         tensors = (torch.from_numpy(np.ascontiguousarray(array)) for array in batch)
         return tuple((part.pin_memory() if cuda else part).to(self.device, non_blocking=True) for part in tensors)
 
     def _row(self) -> dict:
         """A row of metrics of the steps since the last one."""
         steps, self.pending = self._finite_steps(), []
-        losses = [loss for _, loss, _ in steps]
-        lr = self.optimizer.param_groups[0]["lr"]
-        return {"train/loss": sum(losses) / len(losses), "train/lr": lr, "train/grad_norm": steps[-1][2]}
+        loss, lr = sum(loss for _, loss, _ in steps) / len(steps), self.optimizer.param_groups[0]["lr"]
+        return {"train/loss": loss, "train/lr": lr, "train/grad_norm": steps[-1][2]}
 
     def _finite_steps(self) -> list[tuple[int, float, float]]:
         """What is pending, as numbers. ValueError, naming the last good checkpoint, if any is not finite."""
@@ -263,9 +256,8 @@ class Trainer:
         scoring = Scoring(tuple(self.lengths), stride=stride, max_targets=c.val.max_targets)
         about = {"run": c.name, "folder": str(self.folder), "checkpoint": f"step_{self.step:06d}"}
         about |= {"precision": self.precision, "seed": c.seed}
-        with self._autocast():
-            stop = lambda tokens: self._stop_if_asked()  # noqa: E731 (all processes ask in step)
-            (measurement,) = measure(self.model, self.text, scoring, about, progress=stop, ranks=self.ranks)
+        with self.autocast:  # measure() reports its progress in all processes at once
+            (measurement,) = measure(self.model, self.text, scoring, about, self._stop_if_asked, self.ranks)
         self.model.train()
         shown = ", ".join(f"{row['length']}: {with_error(row)}" for row in measurement.rows)
         log.info("step %d  validation perplexity at %s", self.step, shown)
@@ -294,7 +286,7 @@ class Trainer:
             prune_checkpoints(self.folder, self.config.train.keep, self.step)
         self.saved = self.step
 
-    def _stop_if_asked(self) -> None:
+    def _stop_if_asked(self, _: int = 0) -> None:
         """Where any process has got a signal, all of them write a checkpoint of the last step and stop."""
         if signum := self.stop.asked(self.ranks):
             self._checkpoint()
@@ -315,30 +307,19 @@ class Trainer:
         else:
             self.provenance |= {**here, "fingerprint": self.files.fingerprint}
         plain = write_run(self.folder, self.config, self.provenance)
-        self.metrics = MetricsFile(self.folder / "metrics.jsonl", self._is_kept)
+        self.metrics = MetricsFile(self.folder / "metrics.jsonl", self.step)
         wandb_id, identity = self.provenance["wandb_id"], tracking.wandb_identity(self.config)
         self.wandb = tracking.start_wandb(self.config.wandb, self.folder, wandb_id, plain, **identity)
         outputs.push(lambda kind, *_: tracking.finish_wandb(self.wandb, failed=kind is not None))
 
-    def _is_kept(self, row: dict) -> bool:
-        """Whether a row of metrics.jsonl was written before the checkpoint this run goes on from."""
-        again = self._due(self.config.train.eval_every) and "train/loss" not in row
-        return row["step"] < self.step or (row["step"] == self.step and not again)
-
     def _record(self, row: dict) -> None:
         if self.ranks.first:
-            row = {"step": self.step, "tokens": self._tokens(self.step), **row}
+            row = {"step": self.step, "tokens": self.step * self.step_tokens, **row}
             self.metrics.write(row)
             self.wandb = tracking.log_row(self.wandb, row)
 
     def _due(self, every: int) -> bool:
         return self.step % every == 0 or self.step == self.config.train.max_steps
-
-    def _tokens(self, steps: int) -> int:
-        return steps * self.config.train.batch_size * self.config.model.train_length
-
-    def _autocast(self) -> torch.autocast:
-        return devices.autocast(self.device, self.precision)
 
 
 @hydra.main(version_base="1.3", config_path="configs", config_name="train")
@@ -352,10 +333,9 @@ def main(config: DictConfig) -> float:
             outputs.enter_context(log_file(folder))
         config = checked(config, TrainConfig)
         if config.resume:
-            source = Path(config.resume).expanduser()
             config = resumed(config, list(hydra_config.overrides.task))
-            if ranks.first and source.resolve() != folder.resolve():
-                raise ValueError(f"hydra.run.dir={folder}: not with resume=, which goes on in {source}")
+            if ranks.first and Path(config.resume).expanduser().resolve() != folder.resolve():
+                raise ValueError(f"hydra.run.dir={folder}: not with resume=, which goes on in {config.resume}")
         else:
             fix_scaling(config)
             if experiment := hydra_config.runtime.choices.get("experiment"):
