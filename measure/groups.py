@@ -11,6 +11,8 @@ import numpy as np
 
 from measure.measurement import Measurement
 from measure.statistics import estimate, exp
+from model.registry import lookup
+from model.scaling import SCALINGS
 
 TOLERANCE = 0.03  # how far perplexity may rise above that at the training length within the usable length
 
@@ -174,6 +176,15 @@ def grouped(measurements: Sequence[Measurement]) -> list[Group]:
     for m in measurements:
         groups.setdefault((m.about["protocol"], m.about["key"]), []).append(m)
     return [Group(labels[key], members) for (_, key), members in groups.items()]
+
+
+def scaling_words(scaling: dict | None) -> list[str]:
+    """Its name, and what is not as by default: [yarn, 4.0, beta_fast=8]."""
+    if scaling is None:
+        return []
+    name, known = lookup("scaling", {"none": lambda: None, **SCALINGS}, scaling)
+    others = {key: value for key, value in scaling.items() if key != "name" and value != known[key]}
+    return [name, *(str(value) if key == "factor" else f"{key}={value}"[:24] for key, value in others.items())]
 
 
 def seedless(settings: dict) -> str:

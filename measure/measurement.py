@@ -7,9 +7,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from tqdm import tqdm
 
-from measure.passes import BATCH_TOKENS, Alone, plan_passes, score
+from measure.passes import BATCH_TOKENS, Alone, Progress, plan_passes, score
 from measure.statistics import ENOUGH_DOCUMENTS, estimate, exp, ratio_and_error
 from measure.windows import PROTOCOLS, Windows, cut, cut_by_position, stretches, widening_edges
 from model import GPT
@@ -69,7 +68,7 @@ class Scoring:
         return int(plan_passes(windows, scheme)[0][:, 1].sum()) if windows else 0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Measurement:
     """One model under one protocol. At every length the same tokens of the same documents are scored.
 
@@ -188,8 +187,9 @@ def evaluate_lengths(
     tokens: integers, 1-D. stride: sliding only, targets scored a window, each with length - stride + 1 to length tokens
     of context. max_targets: score at most that many, in windows spread over the text (None: all). bytes_per_token:
     (vocab_size,), adds bits_per_byte. Batches hold about batch_tokens tokens, which changes speed and memory, not
-    results. progress: a bar, where the output is a terminal. documents: integers (documents + 1,), where each document
-    begins, and the end: no window crosses a border, and only documents that hold the longest window are scored.
+    results. progress: a bar, or where the output is no terminal a line every 30 seconds. documents: integers
+    (documents + 1,), where each document begins, and the end: no window crosses a border, and only documents that hold
+    the longest window are scored.
 
     Returns one dict a length: length; nll, nats a token, the sum of all losses over their count; perplexity; stderr,
     the standard error of nll (ratio estimator) over windows, or where `documents` are given over those, None for a
@@ -211,9 +211,9 @@ def evaluate_lengths(
         if length <= (limit or length)
     ]
     total = int(plan_passes(windows, model.pos)[0][:, 1].sum()) if windows else 0
-    hidden = None if progress else True  # None: where the output is no terminal
-    with tqdm(total=total, unit="token", unit_scale=True, leave=False, disable=hidden) as bar:
-        losses = score(model, tokens, windows, batch_tokens, bar.update)
+    shown = Progress(total, progress)
+    with shown.bar:
+        losses = score(model, tokens, windows, batch_tokens, shown)
     byte_sums = None if bytes_per_token is None else _bytes_before(tokens, np.asarray(bytes_per_token))
     rows = {}
     for w, values in zip(windows, losses, strict=True):

@@ -76,12 +76,9 @@ class Report:
         """All of them, protocol by protocol."""
         return [group for groups in self.protocols.values() for group in groups]
 
-    def group_of(self, measurement: Measurement) -> Group:
-        return next(group for group in self.groups if measurement in group.members)
-
     @property
     def results(self) -> list[dict]:
-        return [m.result for m in self.measurements]
+        return [m.result | {"usable_length": Group("", [m]).usable_length()} for m in self.measurements]
 
     @cached_property
     def tables(self) -> list[Table]:
@@ -131,7 +128,7 @@ class Report:
     def document(self) -> dict:
         """extrapolation.json: of a single measurement its result, of several an object that holds them all."""
         if len(self.measurements) == 1:
-            return finite(self.results[0] | {"usable_length": self.groups[0].usable_length()})
+            return finite(self.results[0])
         groups = [
             {"model": group.label, "protocol": group.first["protocol"], "runs": [m.about["run"] for m in group.members]}
             | {"seeds": group.seeds, "rows": [group.row(length) for length in group.lengths]}

@@ -38,7 +38,9 @@ class Table:
         return f"<table>{caption}<thead><tr>{head}</tr></thead><tbody>\n{body}</tbody></table>{note}"
 
     def sorted(self, column: str) -> "Table":
-        """By the number that a cell begins with, or by its words; cells without anything come last."""
+        """By the number that a cell begins with, or by its words, empty cells last; as it is without such a column."""
+        if column not in self.header:
+            return self
         place = self.header.index(column)
         return replace(self, rows=sorted(self.rows, key=lambda row: _sort_key(row[place])))
 
