@@ -191,7 +191,7 @@ def drawn(monkeypatch):
     return figures
 
 
-def test_the_plot_has_a_curve_a_model_with_its_interval(tmp_path, drawn):
+def test_the_plot_has_a_curve_a_model_with_its_error(tmp_path, drawn):
     report = Report([measurement(), measurement("learned", limit=256)])
     plot_lengths(report.protocols, "perplexity", tmp_path / "plot.png")
     axes = drawn[0].axes[0]
@@ -200,7 +200,8 @@ def test_the_plot_has_a_curve_a_model_with_its_interval(tmp_path, drawn):
     assert axes.lines[0].get_xdata().tolist() == [256, 512]
     at_256 = [y for x, y in axes.collections[0].get_paths()[0].vertices if x == 256]
     row = report.groups[0].row(256)
-    assert (min(at_256), max(at_256)) == pytest.approx((math.exp(row["low"]), math.exp(row["high"])))
+    assert (min(at_256) + max(at_256)) / 2 == pytest.approx(row["perplexity"])
+    assert (max(at_256) - min(at_256)) / 2 == pytest.approx(row["perplexity"] * row["error"])
 
 
 def test_by_position_a_shorter_table_has_a_panel_of_its_own(tmp_path, drawn):
