@@ -68,26 +68,34 @@ def map_bins(config: DataConfig) -> dict[str, np.ndarray | Shards]:
 
 
 def _map_file(path: Path) -> np.ndarray:
+    """ValueError also for ids of 32 or 64 bits: read as uint16, every second is 0, which no text gives."""
     size = path.stat().st_size
     header = np.fromfile(path, "<i4", count=3)
-    if len(header) == 3 and header[0] == MAGIC:
-        if header[1] != VERSION or size != HEADER + header[2] * IDS.itemsize or header[2] < 1:
-            raise ValueError(
-                f"data.path: {path} has llm.c's header, of version {header[1]} for {header[2]} ids, and {size} bytes; "
-                f"must be version {VERSION} and {HEADER} + 2 x ids bytes: get or make the file again"
-            )
-        return np.memmap(path, IDS, mode="r", offset=HEADER)
+    skip = HEADER if len(header) == 3 and header[0] == MAGIC else 0
+    if skip and (header[1] != VERSION or size != HEADER + header[2] * IDS.itemsize or header[2] < 1):
+        raise ValueError(
+            f"data.path: {path} has llm.c's header, of version {header[1]} for {header[2]} ids, and {size} bytes; must "
+            f"be version {VERSION} and {HEADER} + 2 x ids bytes: get or make the file again"
+        )
     if size == 0 or size % IDS.itemsize:
         raise ValueError(f"data.path: {path} has {size} bytes; must be uint16 ids, so an even number above 0")
-    return np.memmap(path, IDS, mode="r")
+    ids = np.memmap(path, IDS, mode="r", offset=skip)
+    if len(ids) >= 4 and not ids[1 : 1 << 16 : 2].any():
+        raise ValueError(f"data.path: {path} has a 0 at every second place, so its ids are no uint16; write it anew")
+    return ids
 
 
-def find_documents(config: DataConfig, tokenizer: Tokenizer, say: Callable[[str], None]) -> tuple[dict, str]:
-    """Read all ids once: where the documents of each split begin, int64 (documents + 1,), and a hash of the ids.
+def find_documents(config: DataConfig, tokenizer: Tokenizer, say: Callable[[str], None]) -> tuple[dict, dict]:
+    """Read all ids once: where the documents of each split begin, int64 (documents + 1,), and a fingerprint of the ids.
 
     A document is what ends with the tokenizer's end-of-document id; in files that have that id first, it begins there.
     Raises ValueError, naming the split and the way out, where an id is outside the vocabulary.
     """
+    if tokenizer.vocab_size > 1 << 16:
+        raise ValueError(
+            f"data={config.name}: its uint16 ids cannot be of tokenizer {tokenizer.name}, which has "
+            f"{tokenizer.vocab_size} ids; give the tokenizer that they were made with, such as tokenizer=gpt2"
+        )
     content, offsets = hashlib.sha256(), {}
     for split, ids in map_bins(config).items():
         ends = []
@@ -107,4 +115,4 @@ def find_documents(config: DataConfig, tokenizer: Tokenizer, say: Callable[[str]
             say(f"data={config.name}: no {END_OF_DOCUMENT} in the {split} split, so it is one document")
         ends = ends[(ends != 1) & (ends != len(ids))]  # an end that stands first ends nothing
         offsets[split] = np.concatenate(([0], ends, [len(ids)]), dtype=np.int64)
-    return offsets, content.hexdigest()[:16]
+    return offsets, {"fingerprint": content.hexdigest()[:16]}

@@ -40,8 +40,8 @@ class DataConfig:
     `path` is their folder, a glob, or a list of files.
 
     `max_documents`: how many are read in all, or of each of the publisher's splits. `val_split` names the publisher's
-    validation split; null holds out `val_fraction` of the documents, drawn with `split_seed`. `cache`: the folder for
-    token files.
+    validation split; null holds out about `val_fraction` of the text, whole documents where they are small enough,
+    drawn with `split_seed` (see `data.split.hold_out`). `cache`: the folder for token files.
     """
 
     name: str
@@ -73,7 +73,8 @@ class DataConfig:
     @property
     def paths(self) -> list[str]:
         """`path` as a list, the home directory spelt out."""
-        return [os.path.expanduser(path) for path in ([self.path] if isinstance(self.path, str) else self.path)]
+        several = [self.path] if isinstance(self.path, str | os.PathLike) else self.path
+        return [os.path.expanduser(path) for path in several]
 
 
 def absolute(config: DataConfig) -> DataConfig:
@@ -81,7 +82,7 @@ def absolute(config: DataConfig) -> DataConfig:
     path = config.path
     if config.kind in ("files", "bin"):
         found = [str(Path(path).absolute()) for path in config.paths]
-        path = found[0] if isinstance(path, str) else found
+        path = found[0] if isinstance(path, str | os.PathLike) else found
     cache = config.cache if config.cache.startswith("~") else str(Path(config.cache).absolute())
     return replace(config, path=path, cache=cache)
 
@@ -116,8 +117,11 @@ def files_of(config: DataConfig) -> list[Path]:
     """The files of a corpus that is not on the hub, each once and in order. ValueError where there is none."""
     if config.kind == "stdlib":
         root = Path(sysconfig.get_paths()["stdlib"])
-        left_out = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
-        found = [path for path in root.rglob("*.py") if not left_out & set(path.relative_to(root).parts)]
+        left_out = {"test", "tests", "idle_test", "encodings", "site-packages", "dist-packages", "__pycache__"}
+        found: list[Path] = []
+        for folder, subfolders, names in os.walk(root):
+            subfolders[:] = set(subfolders) - left_out
+            found += [Path(folder, name) for name in names if name.endswith(".py")]
         if not found:
             raise ValueError(f"data=stdlib: no Python source under {root}; use data=files data.path=<your text>")
         return sorted(found, key=lambda path: path.relative_to(root).as_posix())

@@ -40,8 +40,12 @@ class Tokenizer:
     def encode_to_arrays(self, texts: Sequence[str]) -> list[np.ndarray]:
         """`encode` for much text, which must be valid Unicode: uint32 arrays, made on all cores."""
         encode = partial(self._encoding.encode_to_numpy, disallowed_special=())
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            return list(pool.map(encode, texts))
+        workers = max(1, min(os.cpu_count() or 1, len(texts)))
+        arrays: list[np.ndarray] = [np.empty(0, dtype=np.uint32)] * len(texts)
+        with ThreadPoolExecutor(workers) as pool:
+            for i, share in enumerate(pool.map(lambda i: list(map(encode, texts[i::workers])), range(workers))):
+                arrays[i::workers] = share
+        return arrays
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ids; bytes that are no UTF-8 become U+FFFD, ids that the vocabulary leaves unused are skipped."""

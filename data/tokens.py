@@ -24,11 +24,12 @@ import numpy as np
 from tqdm import tqdm
 
 from data.bins import Shards, find_documents, map_bins
-from data.corpora import DataConfig, describe, documents, files_of
+from data.corpora import DataConfig, describe, files_of
+from data.overlap import measure_overlap
+from data.split import SPLITS, Piece, split_corpus
 from data.tokenizers import Tokenizer, parts
 
-FORMAT = 1
-SPLITS = ("train", "val")
+FORMAT = 2
 BLOCK = 1 << 20  # bytes of text read at once
 
 
@@ -62,7 +63,7 @@ def prepare(config: DataConfig, tokenizer: Tokenizer, say: Callable[[str], None]
     settings = {key: value for key, value in asdict(config).items() if key not in ("name", "cache", "streaming")}
     stats = [(path, path.stat()) for path in files_of(config)] if config.kind != "hub" else []
     source = [(str(path), stat.st_size, stat.st_mtime_ns) for path, stat in stats]
-    key = json.dumps([FORMAT, tokenizer.name, settings, source], sort_keys=True, default=list)
+    key = json.dumps([FORMAT, tokenizer.name, settings, source], sort_keys=True, default=str)
     digest = hashlib.sha256(key.encode()).hexdigest()[:16]
     cache, name = Path(os.path.expanduser(config.cache)), re.sub(r"\W", "_", config.name)
     folder = cache / f"{name}-{tokenizer.name}-{digest}"
@@ -75,9 +76,9 @@ def prepare(config: DataConfig, tokenizer: Tokenizer, say: Callable[[str], None]
             new = Path(temporary) / "tokens"
             new.mkdir()
             if config.kind == "bin":
-                offsets, fingerprint = find_documents(config, tokenizer, say)
+                offsets, about = find_documents(config, tokenizer, say)
             else:
-                offsets, fingerprint = _tokenise(new, config, tokenizer, say)
+                offsets, about = _tokenise(new, config, tokenizer, say)
             for split in SPLITS:
                 offsets[split].tofile(new / f"{split}.offsets")
             meta = {
@@ -88,9 +89,9 @@ def prepare(config: DataConfig, tokenizer: Tokenizer, say: Callable[[str], None]
                 "vocab_size": tokenizer.vocab_size,
                 "tokens": {split: int(offsets[split][-1]) for split in SPLITS},
                 "documents": {split: len(offsets[split]) - 1 for split in SPLITS},
-                "fingerprint": fingerprint,
+                **about,
             }
-            (new / "tokens.json").write_text(json.dumps(meta, indent=1, default=list), encoding="utf-8")
+            (new / "tokens.json").write_text(json.dumps(meta, indent=1, default=str), encoding="utf-8")
             try:
                 new.rename(folder)
             except OSError:  # another process was faster: a folder that is not empty cannot be replaced
@@ -132,14 +133,18 @@ def smallest_dtype(vocab_size: int) -> np.dtype:
     return np.min_scalar_type(vocab_size - 1)
 
 
-def _tokenise(folder: Path, config: DataConfig, tokenizer: Tokenizer, say: Callable[[str], None]) -> tuple[dict, str]:
-    """Write a corpus' ids into a folder: the offsets of each split's documents, and a hash of the text and its split.
+def _tokenise(
+    folder: Path, config: DataConfig, tokenizer: Tokenizer, say: Callable[[str], None]
+) -> tuple[dict[str, np.ndarray], dict]:
+    """Write a corpus' ids into a folder: the offsets of each split's documents, and what tokens.json says of the text.
 
     The text goes through a file beside the folder, since the split depends on all documents.
     """
     dtype = smallest_dtype(tokenizer.vocab_size)
     spool = folder.with_name("spool.txt")
-    pieces = _split(spool, config)
+    pieces = split_corpus(spool, config, say)
+    splits, sizes, _ = zip(*pieces, strict=True)
+    overlap = measure_overlap(spool, sizes, splits)
     lengths = {split: array("q", [0]) for split in SPLITS}
     with ExitStack() as stack:
         text = stack.enter_context(open(spool, "rb"))
@@ -160,11 +165,13 @@ def _tokenise(folder: Path, config: DataConfig, tokenizer: Tokenizer, say: Calla
     offsets = {split: np.cumsum(lengths[split], dtype=np.int64) for split in SPLITS}
     total = sum(int(offsets[split][-1]) for split in SPLITS)
     say(f"tokenised {total:,} tokens in {seconds:.1f} s, {total / seconds:,.0f} tokens/s")
-    content = hashlib.sha256(b"".join(split.encode() + digest for split, _, digest in pieces))
-    return offsets, content.hexdigest()[:16]
-
-
-Piece = tuple[str, int, bytes]  # of a document, or a part of one: its split, size in bytes of UTF-8, digest
+    say(f"{overlap['val_covered']:.1%} of the validation text lies in 32-byte pieces of the training text")
+    if 2 * offsets["train"][-1] < total:
+        say(f"warning: less than half of the text is left to train on, {offsets['train'][-1]:,} of {total:,} tokens")
+    content = hashlib.sha256()
+    for piece in pieces:
+        content.update(repr(piece).encode())
+    return offsets, {"fingerprint": content.hexdigest()[:16], **overlap}
 
 
 def _parts(file: BinaryIO, pieces: list[Piece]) -> Iterator[tuple[str, str, bool]]:
@@ -182,47 +189,3 @@ def _read(file: BinaryIO, size: int) -> Iterator[str]:
     decoder = codecs.getincrementaldecoder("utf-8")()
     for begin in range(0, size, BLOCK):
         yield decoder.decode(file.read(min(BLOCK, size - begin)))
-
-
-def _split(spool: Path, config: DataConfig) -> list[Piece]:
-    """Write the corpus into one file of UTF-8, without its blank documents, and decide which split each belongs to.
-
-    Of a corpus of a single document, the end is held out.
-    """
-    where = f"data={config.name} ({config.path})" if config.path else f"data={config.name}"
-    labels, sizes, digests = [], [], []
-    with open(spool, "wb") as file:
-        for label, blocks in documents(config):
-            begin, digest, blank = file.tell(), hashlib.blake2b(digest_size=16), True
-            for block in blocks:
-                raw = block.encode("utf-8", "replace")
-                file.write(raw)
-                digest.update(raw)
-                blank = blank and not block.strip()
-            if blank:
-                file.seek(begin)
-                file.truncate()
-            else:
-                labels.append(label)
-                sizes.append(file.tell() - begin)
-                digests.append(digest.digest())
-    if not sizes:
-        raise ValueError(f"{where}: holds no text at all")
-    if labels == [None]:
-        labels = SPLITS
-        with open(spool, "rb") as file:
-            text = "".join(_read(file, sizes[0]))
-        cut = round(len(text) * (1 - config.val_fraction))
-        halves = [text[:cut].encode(), text[cut:].encode()]
-        sizes, digests = map(len, halves), [hashlib.blake2b(half, digest_size=16).digest() for half in halves]
-        if not all(halves):
-            raise ValueError(f"{where}: one document of {len(text)} characters is too short to hold out a part of it")
-    if labels[0] is None:
-        seed = str(config.split_seed).encode()  # drawn by content, so that equal texts lie in one split
-        drawn = sorted(set(digests), key=lambda digest: hashlib.blake2b(seed + digest).digest())
-        held_out = set(drawn[: min(max(1, round(config.val_fraction * len(drawn))), len(drawn) - 1)])
-        labels = ["val" if digest in held_out else "train" for digest in digests]
-    for split in SPLITS:
-        if split not in labels:
-            raise ValueError(f"{where}: the {split} split holds no text")
-    return list(zip(labels, sizes, digests, strict=True))

@@ -1,6 +1,8 @@
-"""Where a run computes, and in what precision."""
+"""Where a run computes, in what precision, and how fast that could be."""
 
 import contextlib
+import ctypes
+import logging
 import os
 import platform
 import re
@@ -8,25 +10,30 @@ from pathlib import Path
 
 import torch
 
-from model import GPTConfig
-from model.flex import BLOCK
-from speed import keep_memory
+log = logging.getLogger("ropewalk")
+
+PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+# Dense bfloat16 operations a second, by the vendors' data sheets; the first of these words in the device's name counts.
+PEAK_FLOPS = {
+    "B200": 2.25e15, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "H200": 989e12, "GH200": 989e12,
+    "A100": 312e12, "L40S": 362e12, "L4": 121e12, "A10": 125e12, "RTX 4090": 165e12, "RTX 3090": 71e12,
+}  # fmt: skip
 
 
 def pick_device(name: str, local_rank: int = 0) -> torch.device:
     """`auto` or a device by name; under torchrun each process takes the CUDA device of its local rank.
 
-    Sets up the process for it: CUDA's current device, or how a CPU's memory is handled.
+    Sets CUDA's current device, or how a CPU's memory is handled. ValueError for a device that is not known or not here.
     """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     if not re.fullmatch(r"cuda(:\d\d?)?|mps|cpu", name):
         raise ValueError(f"device={name!r}: use auto, cuda, cuda:<number>, mps or cpu")
     device = torch.device(name)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device={name}: this torch finds no CUDA device; use device=auto or device=cpu")
-    if device.type == "mps" and not torch.backends.mps.is_available():
-        raise ValueError(f"device={name}: this torch finds no Apple GPU; use device=auto or device=cpu")
+    found = {"cuda": torch.cuda.is_available, "mps": torch.backends.mps.is_available, "cpu": bool}
+    if device.type != "cpu" and not found[device.type]():
+        raise ValueError(f"device={name}: this torch finds no such device; use device=auto or device=cpu")
     if device.type == "cuda":
         index = local_rank if device.index is None else device.index
         if local_rank and device.index is not None:
@@ -52,7 +59,7 @@ def device_name(device: torch.device) -> str:
 
 
 def set_numerics(tf32: bool, deterministic: bool) -> None:
-    """How this process multiplies, whatever a sweep's job before has set.
+    """How this process multiplies, whatever an earlier job of a sweep has set.
 
     deterministic: on CUDA, operations that give the same bits each time, or an error where there is none.
     """
@@ -62,22 +69,6 @@ def set_numerics(tf32: bool, deterministic: bool) -> None:
         torch.use_deterministic_algorithms(deterministic)
     torch.backends.cudnn.benchmark = False
     torch.set_float32_matmul_precision("high" if tf32 else "highest")
-
-
-def check_flex(device: torch.device, config: GPTConfig, deterministic: bool) -> None:
-    """Raise ValueError where train.flex_attention=true does not go, saying what to use."""
-    asked = "train.flex_attention=true"
-    if device.type != "cuda":
-        raise ValueError(f"{asked}: not on device={device.type}; use device=cuda, or false")
-    if config.train_length % BLOCK:
-        raise ValueError(f"{asked}: model.train_length={config.train_length}; use a multiple of {BLOCK}, or false")
-    if config.dropout:
-        raise ValueError(f"{asked}: no model.dropout={config.dropout}; use 0, or false")
-    if deterministic:
-        raise ValueError(f"{asked}: not proven to give the same bits each time; use deterministic=false, or false")
-
-
-PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def pick_precision(name: str, device: torch.device) -> str:
@@ -97,5 +88,37 @@ def pick_precision(name: str, device: torch.device) -> str:
 
 
 def autocast(device: torch.device, precision: str) -> torch.autocast:
+    """A context whose matrix products are in one of PRECISIONS."""
     dtype = PRECISIONS[precision]
     return torch.autocast(device.type, dtype=dtype or torch.bfloat16, enabled=dtype is not None)
+
+
+def peak_flops(device: torch.device, given: float | None) -> float | None:
+    """What the device could do a second at most: as given (train.peak_flops), else by its name, else not known."""
+    if given is not None or device.type != "cuda":
+        return given
+    name = torch.cuda.get_device_name(device)
+    return next((peak for words, peak in PEAK_FLOPS.items() if re.search(rf"\b{words}\b", name)), None)
+
+
+def keep_memory() -> None:
+    """Have glibc keep what is freed: else every step's large tensors come from the kernel, zeroed page by page.
+
+    That takes up to a third of a training step on a CPU. Other C libraries are left as they are.
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        libc = ctypes.CDLL("libc.so.6")
+        libc.mallopt(-4, 0)  # M_MMAP_MAX: nothing in mappings of its own
+        libc.mallopt(-1, -1)  # M_TRIM_THRESHOLD: give nothing back
+
+
+def profiler(folder: Path, device: torch.device) -> torch.profiler.profile:
+    """A context that records the third to the fifth step: profile.json (chrome://tracing), and the costliest ten."""
+
+    def write(profile: torch.profiler.profile) -> None:
+        profile.export_chrome_trace(str(folder / "profile.json"))
+        table = profile.key_averages().table(sort_by=f"self_{device.type}_time_total", row_limit=10)
+        (folder / "profile.txt").write_text(table, encoding="utf-8")
+
+    schedule = torch.profiler.schedule(wait=1, warmup=1, active=3, repeat=1)
+    return torch.profiler.profile(schedule=schedule, on_trace_ready=write, acc_events=True)

@@ -1,60 +1,33 @@
-"""The run folder: where it lies, what it says of itself, its metrics."""
+"""The run folder: config.yaml, metrics.jsonl, train.log, and where a run comes from."""
 
-import atexit
 import contextlib
-import itertools
 import json
+import logging
+import math
 import os
 import platform
 import shlex
-import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
-from datetime import datetime
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from measure.statistics import finite
-from model.checkpoint import write_text
-from model.safety import check_folder
-from runs.processes import torchrun
-from runs.trust import redacted
+from omegaconf import DictConfig, OmegaConf
 
-try:
-    import fcntl
-except ImportError:  # not a Unix
-    fcntl = None
+from model import GPT, load_run
+from model.checkpoint import latest_checkpoint, read_config, write_text
+from runs.settings import TrainConfig, checked
+
+log = logging.getLogger("ropewalk")
 
 CHECKOUT = Path(__file__).parents[1]
-LONGEST_ROW = 1 << 20  # characters of a row of metrics.jsonl
-
-
-def run_dir(resume: str | None, repeat: str | None, name: str) -> str:
-    """Where Hydra puts a run's log: the folder of the run to resume, or a new one under outputs/.
-
-    The processes of a torchrun job other than the first get a temporary place: the first one's folder is the run's.
-    """
-    if not torchrun().first:
-        folder = tempfile.mkdtemp(prefix="ropewalk-rank-")
-        atexit.register(shutil.rmtree, folder, ignore_errors=True)
-        return folder
-    # Else the error must not make the folder, nor be written through a link that a stranger has put in its place.
-    if resume and ((source := Path(resume).expanduser()) / "config.yaml").is_file():
-        with contextlib.suppress(ValueError):
-            check_folder(source, to_write=True)
-            return str(source)
-    if repeat:
-        name = f"repeat_of_{Path(repeat).expanduser().resolve().name}"
-    stem = Path("outputs") / f"{datetime.now():%Y-%m-%d_%H-%M-%S}_{name.replace(os.sep, '_')}"
-    for count in itertools.count(1):
-        folder = stem if count == 1 else stem.with_name(f"{stem.name}_{count}")
-        try:  # made here, so that of two runs started in the same second each has its own
-            folder.mkdir(parents=True)
-            return str(folder)
-        except FileExistsError:
-            continue
+PACKAGES = ("torch", "numpy", "tiktoken", "datasets", "hydra-core", "wandb", "safetensors")
+FORMER = ("repeat", "trust", "init_table", "train.flex_attention", "train.skip_bad_steps")  # settings of older runs
+# What may change when a run is resumed; all else is as its config.yaml says.
+RESUMABLE = {"resume", "device", "wandb.mode", "sharding", "data.cache", "train.max_steps", "train.eval_every"}
+RESUMABLE |= {"train.checkpoint_every", "train.keep"}
 
 
 def latest_run(root: Path) -> Path:
@@ -65,76 +38,132 @@ def latest_run(root: Path) -> Path:
     return max(found, key=lambda path: path.lstat().st_mtime_ns).parents[1]
 
 
-PACKAGES = ("torch", "numpy", "tiktoken", "datasets", "hydra-core", "wandb", "safetensors")
+def write_run(run: Path, settings: DictConfig, provenance: dict) -> dict:
+    """Write config.yaml: the settings as used, and where they were used. Returns what was written, as plain data."""
+    plain = {**OmegaConf.to_container(settings, throw_on_missing=True), "resume": None, "provenance": provenance}
+    write_text(run / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(plain)))
+    return plain
+
+
+def read_run(run: Path) -> tuple[DictConfig, dict]:
+    """A run's settings, checked against their schema, and its provenance. No interpolation or tag in them is followed.
+
+    FileNotFoundError where it is no run folder, ValueError, naming the file, for what train.py has not written.
+    """
+    path = Path(run) / "config.yaml"
+    if not path.is_file():
+        raise FileNotFoundError(f"{run}: not a run folder (it has no config.yaml)")
+    try:
+        plain = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+        provenance = plain.pop("provenance")
+        for key in FORMER:
+            *parents, last = key.split(".")
+            (plain[parents[0]] if parents else plain).pop(last, None)
+        if "${" in json.dumps(plain):  # the settings that train.py writes are resolved
+            raise ValueError("it holds interpolations")
+        settings = checked(OmegaConf.create(plain), TrainConfig)
+        if missing := OmegaConf.missing_keys(settings):
+            raise ValueError(f"it lacks {', '.join(sorted(missing))}")
+        return settings, {"fingerprint": provenance["fingerprint"], "wandb_id": provenance["wandb_id"], **provenance}
+    except Exception as error:  # whatever a damaged file happens to trigger
+        raise ValueError(f"{path}: not a configuration written by train.py ({error!r})") from error
+
+
+def resumed(config: DictConfig, overrides: list[str]) -> DictConfig:
+    """The settings of the run to resume, with those of the command line that may change. ValueError for others."""
+    try:
+        settings, _ = read_run(Path(config.resume).expanduser())
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"resume={config.resume}: {error}") from error
+    for override in overrides:
+        key = override.split("=", 1)[0].lstrip("+~")
+        if key not in RESUMABLE:
+            raise ValueError(
+                f"{key}: cannot change when a run is resumed, its config.yaml decides; only "
+                f"{', '.join(sorted(RESUMABLE))} can. To start anew from its weights: init_from=<run folder>"
+            )
+        OmegaConf.update(settings, key, OmegaConf.select(config, key))
+    return checked(settings, TrainConfig)
+
+
+def fix_scaling(config: DictConfig) -> None:
+    """Fill in what a new run's frequency scaling leaves open: where it starts from, and its factor."""
+    if config.scaling is None or config.scaling.get("name") == "none":
+        return
+    if config.init_from and config.model.get("original_length") is None:
+        config.model.original_length = read_config(latest_checkpoint(config.init_from)).original_length
+    train_length, original = config.model.get("train_length"), config.model.get("original_length")
+    if config.scaling.get("factor", 1) is None and config.scaling.name != "dynamic" and original and train_length:
+        config.scaling.factor = train_length / original
+
+
+def start_from(model: GPT, source: Path) -> None:
+    """Give a model another run's weights. ValueError where they would mean something else, even if their shapes fit."""
+    start = load_run(source)
+    theirs, ours = asdict(start.config), asdict(model.config)
+    free = {"original_length", "scaling", "dropout"}
+    if ours["pos"]["name"] != "learned":  # a table has a row for each position of the training length
+        free.add("train_length")
+    for config in (theirs, ours):
+        config["pos"].pop("base", None)
+    if differing := [key for key in ours if key not in free and ours[key] != theirs[key]]:
+        settings = ", ".join(f"{key}={theirs[key]} there, {ours[key]} here" for key in differing)
+        raise ValueError(f"init_from={source}: its weights are those of another model: {settings}")
+    model.load_state_dict(start.state_dict())
+    log.info("weights  from %s", source)
 
 
 def provenance() -> dict:
     """Where a number came from, as far as the program can know: what ran, and of which source."""
-    packages = {name: _version(name) for name in PACKAGES}
     here = {"python": platform.python_version(), "machine": f"{platform.system()} {platform.machine()}"}
-    return {"command": shlex.join(redacted(sys.argv)), **here, "packages": packages, **_source()}
-
-
-def _version(package: str) -> str | None:
-    with contextlib.suppress(PackageNotFoundError):
-        return version(package)
-    return None
+    packages = dict.fromkeys(PACKAGES)
+    for name in PACKAGES:
+        with contextlib.suppress(PackageNotFoundError):
+            packages[name] = version(name)
+    return {"command": shlex.join(sys.argv), **here, "packages": packages, **_source()}
 
 
 def _source() -> dict:
     """The commit of this checkout, and whether its files differ from it; None where git does not know."""
 
-    def git(*words: str) -> str | None:
-        try:
-            # No optional locks: many runs may start at once, and none should write here.
-            command = ["git", "--no-optional-locks", *words]
-            done = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, timeout=10, check=True)
-        except (OSError, subprocess.SubprocessError):
-            return None
-        return done.stdout.strip()
+    def git(*words: str) -> str:
+        command = ["git", "--no-optional-locks", "-C", str(CHECKOUT), *words]
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
 
-    if git("rev-parse", "--show-toplevel") != str(CHECKOUT.resolve()):  # a copy inside another project's checkout
-        return {"commit": None, "dirty": None}
-    changed = git("status", "--porcelain")
-    return {"commit": git("rev-parse", "HEAD"), "dirty": None if changed is None else bool(changed)}
+    try:
+        if Path(git("rev-parse", "--show-toplevel")) == CHECKOUT.resolve():  # not a copy inside another checkout
+            return {"commit": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain"))}
+    except (OSError, subprocess.SubprocessError):
+        pass
+    return {"commit": None, "dirty": None}
 
 
 @contextlib.contextmanager
-def only_one(folder: Path) -> Iterator[None]:
-    """Around a training. ValueError where another process trains in this folder: both would write the same files."""
-    with open(folder / "train.log", "a", encoding="utf-8") as file:
-        try:
-            if fcntl is not None:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise ValueError(f"{folder}: another process is training in it; wait for it, or end it first") from error
-        except OSError:  # a file system without locks
-            pass
+def log_file(folder: Path) -> Iterator[None]:
+    """Log to train.log as well. A run that is refused before its config.yaml leaves neither log nor folder behind."""
+    logging.raiseExceptions = False  # a full disk is told once, not at every line of the log
+    handler = logging.FileHandler(folder / "train.log", encoding="utf-8")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    logging.getLogger().addHandler(handler)
+    try:
         yield
+    finally:
+        logging.getLogger().removeHandler(handler)
+        with contextlib.suppress(OSError):  # on a full disk its last lines are lost
+            handler.close()
+        if not (folder / "config.yaml").exists():
+            (folder / "train.log").unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # a folder that holds other files stays
+                folder.rmdir()
 
 
 def read_metrics(path: Path) -> list[dict]:
-    """The rows of a metrics.jsonl, without what is none: the last line of a killed run may be half a line."""
+    """The rows of a metrics.jsonl; the last line of a killed run may be half a line, and is left out."""
     rows = []
-    with open(path, encoding="utf-8", errors="replace") as file:
-        for line in iter(lambda: file.readline(LONGEST_ROW), ""):
-            with contextlib.suppress(ValueError, RecursionError):
-                row = json.loads(line)
-                if isinstance(row, dict) and isinstance(row.get("step"), int):
-                    rows.append(row)
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        with contextlib.suppress(ValueError):
+            rows.append(json.loads(line))
     return rows
-
-
-def is_reported(folder: Path, step: int) -> bool:
-    """Whether a training has made its report after this step, its last.
-
-    Before max_steps was raised it has made one of another step, and eval.py, which logs no row, may have made any.
-    """
-    metrics, report = folder / "metrics.jsonl", folder / "extrapolation.json"
-    if not (metrics.exists() and report.exists()):
-        return False
-    logged = any(row["step"] == step and "extrapolation/length" in row for row in read_metrics(metrics))
-    return logged and f'"step_{step:06d}"' in report.read_text(encoding="utf-8", errors="replace")
 
 
 class MetricsFile:
@@ -147,11 +176,12 @@ class MetricsFile:
         write_text(path, "".join(json.dumps(row) + "\n" for row in kept))
 
     def write(self, row: dict) -> None:
-        """Add a row, whole or not at all. OSError, naming the file, where it cannot be written."""
+        """Add a row, whole or not at all; null for what is not finite. OSError where the file cannot be written."""
+        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
         size = self.path.stat().st_size
         try:
             with open(self.path, "a", encoding="utf-8") as file:
-                file.write(json.dumps(finite(row)) + "\n")
+                file.write(json.dumps(finite) + "\n")
         except OSError as error:
             os.truncate(self.path, size)
             raise OSError(f"{self.path}: cannot be written ({error.strerror})") from error

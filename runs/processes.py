@@ -1,32 +1,33 @@
-"""The processes of a torchrun job: what they tell each other, and how they end together."""
+"""The processes of a run: those of a torchrun job, how they share a model, and how they end."""
 
+import atexit
+import codecs
 import contextlib
 import logging
 import os
-import re
+import signal
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cache
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import CompactHydraException
+from hydra.types import RunMode
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
-from runs.devices import pick_device
+from model import GPT
+from runs.devices import PRECISIONS, pick_device
 
-PATIENCE = timedelta(hours=6)  # while the first process tokenises a corpus or writes a report
-SILENCE = timedelta(minutes=10)  # between processes that compute about the same
-AGREEMENT = timedelta(seconds=15)  # between processes that meet the same error
-
-LOST = "another process of this job has died or stopped talking; its own message, or torchrun's report, says why"
-
-
-class JobError(ValueError):
-    """An error that all processes of a job raise, whichever of them met it."""
+PATIENCE = timedelta(hours=6)  # while the first process tokenises a corpus; torchrun ends a job of which one has died
+REPEATED = 3.0  # seconds: torchrun passes on the Ctrl-C that a terminal has sent to its processes already
 
 
 @dataclass(frozen=True)
@@ -43,155 +44,168 @@ class Ranks:
 
     def share(self, value: Any) -> Any:
         """The first process' value, in all of them."""
-        return self._exchange(value if self.first else None)[0] if self.world_size > 1 else value
+        values = [value]
+        if self.world_size > 1:
+            dist.broadcast_object_list(values, device=torch.device("cpu"))
+        return values[0]
+
+    def add_up(self, tensor: Tensor) -> Tensor:
+        """A tensor, which becomes its sum over the processes."""
+        if self.world_size > 1:
+            dist.all_reduce(tensor)
+        return tensor
 
     def summed(self, values: np.ndarray) -> np.ndarray:
         """float64 (n,) -> their sums over the processes."""
-        if self.world_size == 1:
-            return values
-        total = torch.from_numpy(values.copy())
-        dist.all_reduce(total)
-        return total.numpy()
-
-    def largest(self, value: int) -> int:
-        """The largest of all processes' values, in all of them."""
-        if self.world_size == 1:
-            return value
-        largest = torch.tensor(value)
-        dist.all_reduce(largest, dist.ReduceOp.MAX)
-        return int(largest)
-
-    @contextlib.contextmanager
-    def together(self) -> Iterator[None]:
-        """Around what may fail in one process only: all raise its ValueError or OSError, so that none waits for it."""
-        try:
-            yield
-        except JobError:
-            raise  # all do
-        except (ValueError, OSError) as error:
-            if self.world_size > 1:
-                self._exchange(error=str(error))
-            raise
-        if self.world_size > 1:
-            self._exchange()
+        return self.add_up(torch.from_numpy(values.copy())).numpy()
 
     def in_turn(self, action: Callable[[], Any]) -> Any:
-        """Each process' own result: first in the first process, then in the first of each machine, then in the others.
-
-        So what the action leaves on a disk, shared or a machine's own, is made there once.
-        """
-        mine = 0 if self.first else 1 if self.local_rank == 0 else 2
-        for turn in range(3 if self.world_size > 1 else 1):
-            with self.together():
-                if turn == mine:
-                    result = action()
-        return result
-
-    def _exchange(self, value: Any = None, error: str | None = None) -> list:
-        """All values, by rank. JobError if a process came with an error instead, whatever the others came for."""
-        found: list[Any] = [None] * self.world_size
-        dist.all_gather_object(found, (value, error), group=_patient())
-        for rank, (_, text) in enumerate(found):
-            if text is not None:
-                raise JobError(text if rank == 0 else f"process {rank}: {text}")
-        return [value for value, _ in found]
+        """Each process' own result, of the first process of a machine first: what it leaves on a disk is made once."""
+        result = action() if self.local_rank == 0 else None
+        if self.world_size > 1:
+            self.share(None)
+        return result if self.local_rank == 0 else action()
 
 
-def torchrun() -> Ranks:
-    """This process' place in a torchrun job, or alone. ValueError where only a part of it is set."""
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-    found = [os.environ[name] for name in names if name in os.environ]
-    if len(found) == len(names):
-        return Ranks(*map(int, found))
-    if "WORLD_SIZE" in os.environ:
-        raise ValueError(f"of {', '.join(names)} only a part is set: start with torchrun, or unset them")
-    return Ranks()
-
-
-def join_processes(device_name: str) -> Ranks:
+def join_processes(device: str) -> Ranks:
     """Join the torchrun job this process belongs to, if any, until it ends; a sweep's later jobs find it joined."""
-    ranks = torchrun()
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    if not all(name in os.environ for name in names):
+        return Ranks()
+    ranks = Ranks(*(int(os.environ[name]) for name in names))
+    if not dist.is_initialized():
+        cuda = pick_device(device, ranks.local_rank).type == "cuda"
+        dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=PATIENCE)
+        atexit.register(dist.destroy_process_group)
     if not ranks.first:
         logging.getLogger().setLevel(logging.ERROR)
-    if ranks.world_size > 1 and not dist.is_initialized():
-        cuda = pick_device(device_name, ranks.local_rank).type == "cuda"
-        dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=SILENCE)
-        _patient()
     return ranks
 
 
-@cache
-def _patient() -> dist.ProcessGroup:
-    """All processes once more, for waits that may take hours. One that dies ends them at once all the same."""
-    return dist.new_group(backend="gloo", timeout=PATIENCE)
+def shard(model: GPT, device: torch.device, precision: str) -> None:
+    """sharding=fsdp (Zhao et al. 2023): split a model over the processes and their devices, in place.
+
+    model: whole on the CPU and equal in all processes. Each process keeps its part of every tensor; the weights of a
+    block are gathered for its pass. An optimiser must be made afterwards. ValueError where sharding cannot be used.
+    """
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # takes over a second
+
+    if not dist.is_initialized():
+        raise ValueError("sharding=fsdp: start the run with torchrun, or use sharding=none")
+    if precision == "fp16" or device.type == "mps":
+        raise ValueError(f"sharding=fsdp: not with precision={precision} on {device.type}; use bf16 or fp32 on CUDA")
+    mesh = dist.init_device_mesh(device.type, (dist.get_world_size(),))
+    # Autocast keeps its copies of all weights until the pass backward; of weights gathered in its dtype it makes none.
+    dtype = PRECISIONS[precision]
+    policy = MixedPrecisionPolicy(dtype, dtype and torch.float32, cast_forward_inputs=False)
+    for block in model.blocks:
+        fully_shard([block.attention, block.mlp], mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh)
+
+
+def averaging(forward: nn.Module, last: bool) -> contextlib.AbstractContextManager:
+    """Around both passes of a part of the batch: the processes average their gradients after the last part only."""
+    if hasattr(forward, "set_requires_gradient_sync"):  # a sharded model
+        forward.set_requires_gradient_sync(last)
+    wait = isinstance(forward, DistributedDataParallel) and not last
+    return forward.no_sync() if wait else contextlib.nullcontext()
+
+
+def _parameter_names(model: GPT, optimizer: torch.optim.Optimizer) -> list[str]:
+    """Names of the parameters in the order in which an optimiser numbers them."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    return [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def whole_state(model: GPT, optimizer: torch.optim.Optimizer, sharded: bool) -> tuple[dict[str, Tensor], dict]:
+    """Weights and the optimiser's state, as they are without sharding, whole on the CPU of the first process.
+
+    All processes call it. In the others of a sharded model both are empty.
+    """
+    if not sharded:
+        return model.state_dict(), optimizer.state_dict()
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    weights, named = get_state_dict(model, optimizer, options=options)
+    names, groups = _parameter_names(model, optimizer), optimizer.state_dict()["param_groups"]
+    return weights, {
+        "state": {i: named["state"][name] for i, name in enumerate(names) if name in named.get("state", {})},
+        "param_groups": groups,
+    }
+
+
+def load_optimizer(model: GPT, optimizer: torch.optim.Optimizer, state: dict, sharded: bool) -> None:
+    """Give an optimiser the state of a checkpoint, equal in all processes."""
+    if not sharded:
+        optimizer.load_state_dict(state)
+        return
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_optimizer_state_dict
+
+    names = _parameter_names(model, optimizer)
+    groups = [{**group, "params": [names[i] for i in group["params"]]} for group in state["param_groups"]]
+    named = {"state": {names[i]: values for i, values in state["state"].items()}, "param_groups": groups}
+    set_optimizer_state_dict(model, optimizer, named, options=StateDictOptions(full_state_dict=True))
+
+
+class Stop:
+    """A context in which SIGINT and SIGTERM are noted, in `signum`; a second Ctrl-C, seconds later, leaves at once."""
+
+    def __init__(self) -> None:
+        self.signum, self._when, self._before = 0, 0.0, {}
+
+    def __enter__(self) -> "Stop":
+        with contextlib.suppress(ValueError):  # Python allows handlers in the main thread only
+            self._before = {signum: signal.signal(signum, self._note) for signum in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *_) -> None:
+        for signum, handler in self._before.items():
+            signal.signal(signum, handler)
+
+    def _note(self, signum: int, frame: object) -> None:
+        if self.signum and signum == signal.SIGINT and time.monotonic() > self._when + REPEATED:
+            os._exit(128 + signum)
+        if not self.signum:
+            self.signum, self._when = signum, time.monotonic()
+
+    def asked(self, ranks: Ranks) -> int:
+        """The signal that any of the processes has got, in all of them; 0 for none."""
+        largest = torch.tensor(self.signum)
+        if ranks.world_size > 1:
+            dist.all_reduce(largest, dist.ReduceOp.MAX)
+        return int(largest)
+
+
+ASCII = {"÷": "/", "±": "+/-", "×": "x", "·": "*", "–": "-", "…": "...", "θ": "theta"}
+codecs.register_error("ropewalk", lambda error: (ASCII.get(error.object[error.start], "?"), error.start + 1))
 
 
 @contextlib.contextmanager
-def all_jobs() -> Iterator[None]:
-    """Around all the jobs of this process: at their end the processes part together, while the interpreter is whole.
+def errors_as_messages() -> Iterator[None]:
+    """Around a command: what a user can mend is one message, anything else is a bug and keeps its traceback.
 
-    Parting at the interpreter's exit, or while another still talks, now and then ended in an abort.
+    ValueErrors and OSErrors carry a message written for the user; memory has an end. In a job of several processes this
+    one ends at once, so that torchrun ends the others. A terminal that knows ASCII only gets the text in ASCII.
     """
-    together = True
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="ropewalk")
     try:
         yield
-        if dist.is_initialized():
-            dist.barrier(_patient())
-    except SystemExit as end:
-        together = end.code != 1  # the status after an error of this process only
-        raise
-    except RuntimeError as error:
-        if not is_lost(error):
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+    except Exception as error:
+        memory = isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+        way_out = "; use a smaller model or train.batch_size, or shorter lengths" if memory else ""
+        known = memory or isinstance(error, ValueError | OSError)
+        message = f"error: {error}{way_out}" if known else traceback.format_exc()
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            lost = isinstance(error, dist.DistError) or "gloo" in str(error)
+            print("error: another process has ended" if lost else message, file=sys.stderr, flush=True)
+            os._exit(1)
+        if not known:
             raise
-        together = False
-        leave_lost("end", error)
-    finally:
-        # NCCL's part waits for those of the machine's other processes, who may be waiting for this one.
-        if dist.is_initialized() and (together or "nccl" not in dist.get_backend_config()):
-            _patient.cache_clear()  # what still refers to it would keep its threads
-            dist.destroy_process_group()
-
-
-def is_lost(error: BaseException) -> bool:
-    """Whether torch.distributed cannot reach another process. gloo's errors have no type of their own."""
-    words = r"gloo/.*(connection|timed out|broken pipe)"
-    return isinstance(error, dist.DistError) or (
-        isinstance(error, RuntimeError) and re.search(words, str(error), re.I) is not None
-    )
-
-
-def leave_lost(stage: str, error: BaseException) -> NoReturn:
-    """End this process where another one is lost; the first to do so says it for all. stage: as in all_meet."""
-    # NCCL says why, such as a network that it cannot use; gloo only that a connection has ended.
-    why = f" ({' '.join(str(error).split())})" if isinstance(error, dist.DistBackendError) else ""
-    try:
-        first = _board(stage).add(LOST, 1) == 1
-    except (KeyError, dist.DistError):
-        first = True
-    if first:
-        print(f"error in process {os.environ.get('RANK', 0)}: {LOST}{why}", file=sys.__stderr__, flush=True)
-    raise SystemExit(1) from None
-
-
-def all_meet(error: str, stage: str) -> bool:
-    """Whether every process of the job meets this error, within moments; stage: a word for where they are."""
-    with contextlib.suppress(ValueError):
-        if (ranks := torchrun()).world_size > 1:
-            try:
-                board = _board(stage)
-                board.set(str(ranks.rank), error)
-                everyone, end = list(map(str, range(ranks.world_size))), time.monotonic() + AGREEMENT.total_seconds()
-                while not board.check(everyone):  # waiting in the store itself ends in warnings
-                    if time.monotonic() > end:
-                        return False
-                    time.sleep(0.1)
-                return all(board.get(rank).decode() == error for rank in everyone)
-            except (KeyError, dist.DistError):
-                return False
-    return True
-
-
-def _board(stage: str) -> dist.Store:
-    """The store that torchrun keeps for its processes, and that outlives each of them."""
-    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=AGREEMENT)
-    return dist.PrefixStore(f"ropewalk/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}/{stage}", store)
+        if HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN:
+            print(message, file=sys.stderr)  # Hydra shows only the first of a sweep's failures
+        raise CompactHydraException(message) from error

@@ -1,30 +1,23 @@
-"""Settings: what there is, of what type, and how a wrong one is said."""
+"""Settings of a training: what there is, of what type, and what is refused before any work is done."""
 
-import contextlib
-import difflib
-import io
 import itertools
-import json
-import logging
+import math
 import os
-import sys
-import traceback
-from collections.abc import Iterator
+import re
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import torch
-from hydra.errors import CompactHydraException, OverrideParseException
+from hydra.experimental.callback import Callback
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from data import DataConfig, refuse_url
-from model.safety import CONTROL, check_folder, printable, read_yaml_text
-from runs.folder import run_dir
-from runs.processes import all_meet, is_lost, leave_lost
-
-log = logging.getLogger("ropewalk")
+from data import DataConfig, get_tokenizer
+from model import GPTConfig
+from model.checks import check_whole
+from runs.tracking import check_mode
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 
@@ -49,15 +42,13 @@ class TrainSettings:
     beta1: float = MISSING
     beta2: float = MISSING
     grad_clip: float = MISSING
-    compile: Any = False
-    flex_attention: bool = False
+    compile: Any = "auto"
     tf32: bool = True
     peak_flops: float | None = None
     eval_every: int = MISSING
     checkpoint_every: int = MISSING
     log_every: int = MISSING
     keep: int = 2
-    skip_bad_steps: int = 0
 
 
 @dataclass
@@ -84,9 +75,6 @@ class TrainConfig:
     precision: str = "auto"
     resume: str | None = None
     init_from: str | None = None
-    init_table: str | None = None
-    trust: bool = False
-    repeat: str | None = None
     deterministic: bool = False
     sharding: str = "none"
     profile: bool = False
@@ -105,6 +93,26 @@ def machine() -> str:
     return "gpu" if torch.cuda.is_available() else "cpu"
 
 
+def run_dir(resume: str | None, name: str) -> str:
+    """The folder of the run to resume, or a new one under outputs/, made here: two runs never share a folder.
+
+    Its name needs no quotes on a command line. The processes of a torchrun job other than the first make none.
+    """
+    if int(os.environ.get("RANK", "0")) > 0 and "WORLD_SIZE" in os.environ:
+        return "."
+    if resume and (Path(resume).expanduser() / "config.yaml").is_file():
+        return str(Path(resume).expanduser())
+    plain_name = re.sub(r"[^\w.+-]+", "_", name)
+    stem = Path("outputs") / f"{datetime.now():%Y-%m-%d_%H-%M-%S}_{plain_name}"
+    for count in itertools.count(1):
+        folder = stem if count == 1 else stem.with_name(f"{stem.name}_{count}")
+        try:
+            folder.mkdir(parents=True)
+            return str(folder)
+        except FileExistsError:
+            continue
+
+
 RESOLVERS = {  # the functions that the YAML files call by name; the only ones
     "machine": machine,
     "choices": lambda group: ", ".join(sorted(path.stem for path in (CONFIGS / group).glob("*.yaml"))),
@@ -116,191 +124,61 @@ for _name, _resolver in RESOLVERS.items():
     OmegaConf.register_new_resolver(_name, _resolver, replace=True)
 
 
+class Sweep(Callback):
+    """What a sweep by optuna needs: a trial that fails does not end it, and a later sweep leaves its results alone."""
+
+    def on_multirun_start(self, config: DictConfig, **_) -> None:
+        if "max_failure_rate" in config.hydra.sweeper:
+            config.hydra.sweeper.max_failure_rate = 1.0
+
+    def on_multirun_end(self, config: DictConfig, **_) -> None:
+        path = Path(config.hydra.sweep.dir) / "optimization_results.yaml"
+        if path.exists():
+            path.rename(path.with_name(f"{datetime.now():%Y-%m-%d_%H-%M-%S}_{path.name}"))
+
+
 def checked(config: DictConfig, schema: type) -> DictConfig:
-    """The composed configuration against its schema. ValueError for keys that are not known and types that do not fit.
+    """The configuration, resolved, against its schema. ValueError for unknown keys and for types that do not fit.
 
     Hydra checks all but what is added with a plus sign, and what is read from a run folder.
     """
     try:
-        plain = OmegaConf.to_container(config, resolve=True)
-        for key, value in _texts(plain):
-            if CONTROL.search(key + value):
-                raise ValueError(f"{key}={value}".encode("unicode_escape").decode() + ": has a control character")
-        return OmegaConf.merge(OmegaConf.structured(schema), plain)
+        return OmegaConf.merge(OmegaConf.structured(schema), OmegaConf.to_container(config, resolve=True))
     except OmegaConfBaseException as error:
         raise ValueError(str(error).splitlines()[0] + f" (setting {error.full_key})") from error
 
 
-def require(config: DictConfig, least: dict[str, float]) -> None:
-    """Raise ValueError unless every named number is given or null, at least as large as stated, and below 2^63."""
-    for key, low in least.items():
-        value = OmegaConf.select(config, key)
-        if value is not None and not low <= value < 2**63:
-            raise ValueError(f"{key}={value}: must be at least {low}, and below 2^63")
-
-
-def read_run(run: Path) -> tuple[DictConfig, dict]:
-    """A run's config.yaml, checked against its schema, and its provenance. ValueErrors name the file."""
-    path = run / "config.yaml"
-    if not path.is_file():
-        raise FileNotFoundError(f"{run}: not a run folder (it has no config.yaml)")
-    check_folder(run)
-    try:
-        plain = OmegaConf.to_container(OmegaConf.create(read_yaml_text(path)), resolve=False)
-        origin = plain.pop("provenance")
-        # Ours are resolved, so an interpolation is somebody else's, and is not followed.
-        if "${" in json.dumps(plain):
-            raise ValueError("it holds interpolations")
-        config = checked(OmegaConf.create(plain), TrainConfig)
-        if missing := OmegaConf.missing_keys(config):
-            raise ValueError(f"it lacks {', '.join(sorted(missing))}")
-        if not isinstance(origin.get("resumed", []), list):
-            raise ValueError("its provenance.resumed is no list")
-        return config, {"fingerprint": origin["fingerprint"], "wandb_id": origin["wandb_id"], **origin}
-    except Exception as error:  # whatever a damaged file happens to trigger
-        raise ValueError(f"{path}: not a configuration written by train.py ({error!r})") from error
-
-
-@contextlib.contextmanager
-def named(path: Path) -> Iterator[None]:
-    """ValueErrors about settings also say which file these are from."""
-    try:
-        yield
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
-
-
-@contextlib.contextmanager
-def clear_errors(folder: Path | None = None) -> Iterator[None]:
-    """Show errors that a user can mend as one message; keep every traceback in the run's log.
-
-    ValueErrors and OSErrors carry a message written for the user, and memory has an end. Anything else is a fault of
-    the program, and is shown with its traceback. An error that not all processes of a job meet ends this one at once,
-    so that the others, who may be waiting for it, learn of it.
-    """
-    stage = f"job {next(_jobs)}"
-    try:
-        yield
-    except Exception as error:
-        log.debug("failed", exc_info=True)
-        if is_lost(error):
-            leave_lost(stage, error)
-        memory = isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
-        mendable = memory or isinstance(error, ValueError | OSError)
-        way_out = "; use a smaller model, train.batch_size or tokens, or shorter lengths" if memory else ""
-        where = f"\n(traceback in {folder / 'train.log'})" if folder and _rank() == "0" else ""
-        if not all_meet(str(error), stage):
-            text = f"{printable(error)}{way_out}" if mendable else traceback.format_exc()
-            print(f"error in process {_rank()}: {text}{where}", file=sys.__stderr__, flush=True)
-            raise SystemExit(1) from None
-        if not mendable:
-            raise
-        raise CompactHydraException(f"error: {printable(error)}{way_out}{where}") from error
-
-
-_jobs = itertools.count()  # of this process: the processes of a job count alike
-
-
-def _rank() -> str:
-    return os.environ.get("RANK", "0")
-
-
-@contextlib.contextmanager
-def entry(schema: type) -> Iterator[None]:
-    """Around a command: where Hydra ends it with an error, say what a misspelt setting may have meant.
-
-    What Hydra says in the other processes of a job is kept back, and shown only where the first does not say it too.
-    """
-    logging.raiseExceptions = False  # a full disk is told once, not at every line of the log
-    # Launchers that start processes of their own, such as submitit's, find the modules of this checkout.
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(CONFIGS.parent), os.environ.get("PYTHONPATH"))))
-    for key, _, value in (word.lstrip("+").partition("=") for word in sys.argv[1:]):
-        if key in ("data.path", "data.cache"):
-            try:
-                refuse_url(key, value)  # before Hydra repeats it, in multirun.yaml and where a job fails
-            except ValueError as error:
-                sys.exit(f"error: {error}")
-    held = io.StringIO()
-    try:
-        with contextlib.nullcontext() if _rank() == "0" else contextlib.redirect_stderr(held), _one_message():
-            yield
-    except SystemExit as end:
-        # Hydra leaves after the error that it reports; others who leave with a status have said all there is.
-        if end.code and not end.__suppress_context__:
-            error = end.__context__
-            if not all_meet(str(getattr(error, "__cause__", None) or error), "end") or _rank() == "0":
-                print(held.getvalue(), end="", file=sys.stderr)
-                for line in meant(sys.argv[1:], schema):
-                    print(line, file=sys.stderr)
-        raise
-
-
-@contextlib.contextmanager
-def _one_message() -> Iterator[None]:
-    """In the place of Hydra, which shows tracebacks of its own, such as for an interpolation of a missing key."""
-    wanted = os.environ.get("HYDRA_FULL_ERROR", "0")
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # it reports nothing, and raises
-    try:
-        yield
-    except Exception as error:
-        if wanted == "1":
-            raise
-        of_job = any(
-            frame.f_code is clear_errors.__wrapped__.__code__ for frame, _ in traceback.walk_tb(error.__traceback__)
+def check_settings(config: DictConfig, world_size: int = 1) -> GPTConfig:
+    """The model that the settings describe. ValueError, naming the setting, for what is wrong with any of them."""
+    t, v = config.train, config.val
+    least = {"max_steps": 1, "batch_size": 1, "eval_every": 1, "checkpoint_every": 1, "log_every": 1, "keep": 1}
+    for key, low in {**least, "warmup_steps": 0}.items():
+        check_whole(f"train.{key}", t[key], low)
+    optional = {"train.micro_batch_size": t.micro_batch_size, "val.stride": v.stride, "val.max_targets": v.max_targets}
+    for key, value in optional.items():
+        check_whole(key, value, optional=True)
+    check_whole("seed", config.seed, 0, 2**63 - 1)
+    for key in ("lr", "grad_clip", "peak_flops"):
+        if t[key] is not None and not 0 < t[key] < math.inf:
+            raise ValueError(f"train.{key}={t[key]}: must be a finite number above 0")
+    for key, below in {"weight_decay": math.inf, "min_lr_ratio": math.inf, "beta1": 1, "beta2": 1}.items():
+        if not 0 <= t[key] < below:
+            raise ValueError(f"train.{key}={t[key]}: must be at least 0, and below {below}")
+    if t.compile not in (True, False, "auto"):
+        raise ValueError(f"train.compile={t.compile!r}: use auto, true or false")
+    if config.sharding not in ("none", "fsdp"):
+        raise ValueError(f"sharding={config.sharding!r}: use none or fsdp")
+    if config.sharding == "fsdp" and t.compile is True:
+        raise ValueError("sharding=fsdp: not with train.compile=true; use false, or sharding=none")
+    if config.profile and t.max_steps < 5:
+        raise ValueError(f"profile=true records steps 3 to 5, train.max_steps={t.max_steps}: must be at least 5")
+    if not v.multiples or not all(0 < multiple < math.inf for multiple in v.multiples):
+        raise ValueError(f"val.multiples={list(v.multiples)}: at least one, all finite and above 0")
+    if t.batch_size % (world_size * (t.micro_batch_size or 1)):
+        raise ValueError(
+            f"train.batch_size={t.batch_size}: must be a multiple of train.micro_batch_size={t.micro_batch_size} "
+            f"times the number of processes, {world_size}"
         )
-        if of_job and not isinstance(error, CompactHydraException):
-            traceback.print_exception(error)
-        else:
-            print(error if of_job else _message(error), file=sys.stderr)
-        sys.exit(1)
-    finally:
-        os.environ["HYDRA_FULL_ERROR"] = wanted
-
-
-def _message(error: Exception) -> str:
-    """What keeps Hydra from running a command at all, and the words of it that are to blame."""
-    said, cause = str(error), error.__cause__
-    if isinstance(error, CompactHydraException):
-        said += f"\n{cause}" if isinstance(cause, OmegaConfBaseException) else ""
-    elif isinstance(error, OmegaConfBaseException):
-        said = f"error: {said.splitlines()[0]} (setting {error.full_key})"
-    else:  # whatever odd words happen to trigger in Hydra
-        said = f"error: {said or type(error).__name__}"
-        said += f" ({cause})" if isinstance(cause, OSError) else ""  # the log's file cannot be written
-    words = [error.override] if isinstance(error, OverrideParseException) else sys.argv[1:]
-    named = any(word.split("=")[0].lstrip("+~") in said for word in words if "=" in word or word[:1] == "~")
-    return said if named else f"{said}\nin: {' '.join(words)}"
-
-
-def meant(words: list[str], schema: type) -> Iterator[str]:
-    """A line for each setting of the command line, or choice of a group, that is not known but nearly is."""
-    groups: dict[str, list[str]] = {}
-    known = set(_flat(OmegaConf.structured(schema)))
-    for path in CONFIGS.glob("*/*.yaml"):
-        groups.setdefault(path.parent.name, []).append(path.stem)
-        known |= {f"{path.parent.name}.{key}" for key in OmegaConf.load(path)}
-    for word in words:
-        key, _, value = word.lstrip("+~").partition("=")
-        if key in groups:
-            near = [] if value in groups[key] else difflib.get_close_matches(value, groups[key], 1)
-            near = [f"{key}={choice}" for choice in near]
-        else:
-            near = [] if key in known else difflib.get_close_matches(key, [*known, *groups], 1, cutoff=0.75)
-        yield from (f"{word}: did you mean {name}?" for name in near)
-
-
-def _texts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
-    """All texts in plain settings, each with its key."""
-    if isinstance(value, str):
-        yield key, value
-    elif isinstance(value, dict | list):
-        for name, inner in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from _texts(inner, f"{key}.{name}".lstrip("."))
-
-
-def _flat(config: DictConfig, prefix: str = "") -> Iterator[str]:
-    for key in config:
-        name = f"{prefix}{key}"
-        yield name
-        if not OmegaConf.is_missing(config, key) and isinstance(config[key], DictConfig):
-            yield from _flat(config[key], f"{name}.")
+    check_mode(config.wandb.mode)
+    plain, vocab_size = OmegaConf.to_container(config), get_tokenizer(**config.tokenizer).vocab_size
+    return GPTConfig.from_dict(plain["model"], vocab_size=vocab_size, pos=plain["pos"], scaling=plain["scaling"])

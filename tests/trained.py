@@ -1,19 +1,21 @@
 """Tiny runs: the settings that make them, and functions that train and measure in this process, as the commands do."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from hydra import compose, initialize_config_dir
 from safetensors.torch import load_file
 from wandb.util import get_core_path
 
-from eval import EvalConfig, evaluate_runs
 from model.checkpoint import latest_checkpoint
-from runs import Ranks, Stop, TrainConfig, check_settings, checked, resumed_config
-from runs.origin import RESUMABLE
+from runs import Ranks, TrainConfig, checked
+from runs.folder import RESUMABLE, fix_scaling, resumed
+from runs.settings import check_settings
 from train import Trainer
 
 REPOSITORY = Path(__file__).parents[1]
@@ -36,10 +38,11 @@ def run(folder: Path, *overrides, resume: bool = False, ranks: Ranks = ALONE) ->
     config = composed(*overrides)
     if resume:
         changes = [o for o in overrides if o.split("=")[0] in RESUMABLE]
-        config = resumed_config(composed(*overrides, f"resume='{folder}'"), [*changes, f"resume={folder}"])
-    with Stop() as stop:
-        trainer = Trainer(config, check_settings(config, ranks), folder, ranks, stop)
-        trainer.train()
+        config = resumed(composed(*overrides, f"resume='{folder}'"), [*changes, f"resume={folder}"])
+    else:
+        fix_scaling(config)
+    trainer = Trainer(config, check_settings(config, ranks.world_size), folder, ranks)
+    trainer.train()
     return trainer
 
 
@@ -52,18 +55,27 @@ def metrics(folder: Path) -> list[dict]:
     return [{key: value for key, value in row.items() if not key.startswith("speed/")} for row in rows]
 
 
+def assert_near(folder: Path, whole: Path, rel: float) -> None:
+    """The rows of metrics of two runs agree up to rounding; what is null in one is null in the other."""
+    assert len(metrics(folder)) == len(metrics(whole))
+    for row, other in zip(metrics(folder), metrics(whole), strict=True):
+        numbers = {key: value for key, value in other.items() if value is not None}
+        assert row == {**dict.fromkeys(row), **{key: pytest.approx(value, rel=rel) for key, value in numbers.items()}}
+
+
 def same(a: dict, b: dict) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
 def measure(*overrides):
+    from eval import EvalConfig, evaluate_runs
+
     return evaluate_runs(composed("wandb.mode=disabled", "device=cpu", *overrides, name="eval", schema=EvalConfig))
 
 
-def command(script: str, *arguments, cwd: Path, launcher=(sys.executable,)) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [*launcher, str(REPOSITORY / script), *arguments], cwd=cwd, capture_output=True, text=True, timeout=240
-    )
+def command(script: str, *arguments, cwd: Path, launcher=(sys.executable,), **env) -> subprocess.CompletedProcess:
+    words = [*launcher, str(REPOSITORY / script), *arguments]
+    return subprocess.run(words, cwd=cwd, capture_output=True, text=True, timeout=240, env={**os.environ, **env})
 
 
 def records(wandb_folder: Path) -> list[dict]:

@@ -2,6 +2,7 @@
 
 import struct
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -160,3 +161,18 @@ def test_files_that_do_not_fit_are_named(tmp_path, change, words):
     with pytest.raises(ValueError, match=words):
         prepare(config(tmp_path), BYTES, silent)
     assert not list((tmp_path / "cache").iterdir())
+
+
+@pytest.mark.parametrize("code", ["I", "Q"])
+@pytest.mark.parametrize("name", ["train.bin", "val.bin"])
+def test_ids_of_32_or_64_bits_are_refused(tmp_path, name, code):
+    path = pair(tmp_path) / name
+    path.write_bytes(struct.pack(f"<5{code}", *ids("some")))
+    with pytest.raises(ValueError, match=rf"{path} has a 0 at every second place"):
+        prepare(config(tmp_path), BYTES, silent)
+
+
+def test_a_tokenizer_of_more_ids_than_16_bits_hold_is_refused(tmp_path):
+    pair(tmp_path)
+    with pytest.raises(ValueError, match=r"uint16 ids cannot be of tokenizer o200k.*tokenizer=gpt2"):
+        prepare(config(tmp_path), SimpleNamespace(name="o200k", vocab_size=200_019, end_of_document=199_999), silent)
