@@ -96,9 +96,7 @@ class Measurement:
         against_train_length, how much nll is above that at the training length. Past a table None, with a note."""
         if length not in self.losses:
             return empty_row(length, self.limit, with_bytes=True)
-        row = _row(length, self.losses[length], self.counts, self.n_bytes)
-        if len(self.counts) < ENOUGH_DOCUMENTS:
-            row["stderr"] = None
+        row = _row(length, self.losses[length], self.counts, self.n_bytes, ENOUGH_DOCUMENTS)
         base = self.about["train_length"]
         if base in self.losses and length != base:
             found = estimate((self.losses[length] - self.losses[base])[None], self.counts)
@@ -124,10 +122,10 @@ class Measurement:
         about = {key: value for key, value in self.about.items() if key != "key"}
         result = {**about, "rows": self.rows, **self.probes}
         if self.bins:
-            result["by_position"] = []
-            for low, high, losses, counts in self.bins:
-                row = {"from": low, "to": high, **_row(high, losses, counts)}
-                result["by_position"].append({key: value for key, value in row.items() if key != "length"})
+            result["by_position"] = [{"from": low, "to": high} for low, high, *_ in self.bins]
+            for row, (_, high, *sums) in zip(result["by_position"], self.bins, strict=True):
+                row |= _row(high, *sums, least=ENOUGH_DOCUMENTS)
+                del row["length"]
         return result
 
 
@@ -142,8 +140,8 @@ def measure(
     """A measurement for each protocol; the first also has the loss by position. Autocast is the caller's.
 
     about: run (its name), folder, checkpoint, precision, seed, and what else to say of the model; key, equal for models
-    that differ in their seed only. progress: called now and then
-    with the tokens passed since. Raises ValueError for what does not fit the text.
+    that differ in their seed only. progress: called now and then with the tokens passed since. Raises ValueError for
+    what does not fit the text.
     """
     parts, c = scoring.windows(text, model.pos), model.config
     every = [windows for part in parts.values() for windows in part]
@@ -226,9 +224,12 @@ def evaluate_lengths(
     return [rows.get(int(length)) or empty_row(int(length), limit, byte_sums is not None) for length in lengths]
 
 
-def _row(length: int, losses: np.ndarray, counts: np.ndarray, n_bytes: np.ndarray | None = None) -> dict:
-    """Losses, counts and bytes of clusters: all (clusters,)."""
+def _row(
+    length: int, losses: np.ndarray, counts: np.ndarray, n_bytes: np.ndarray | None = None, least: int = 2
+) -> dict:
+    """Losses, counts and bytes of clusters: all (clusters,). Fewer than `least` have no error."""
     nll, stderr = ratio_and_error(losses, counts)
+    stderr = stderr if len(counts) >= least else None
     row = {"length": length, "nll": nll, "perplexity": exp(nll), "stderr": stderr, "scored": int(counts.sum())}
     if n_bytes is not None:
         row["bits_per_byte"] = float(losses.sum() / np.log(2) / n_bytes.sum()) if n_bytes.sum() else None

@@ -71,7 +71,7 @@ def test_table_of_one_run():
     assert lines[1].split() == ["length", "perplexity", "bits/byte", "÷", "at", "256"]
     assert re.fullmatch(r" +256 +3\.\d+ ± 0\.0\d+ +1\.\d+ +1", lines[2])
     assert re.fullmatch(r" +512 +6\.\d+ ± 0\.\d+ +2\.\d+ +1\.9\d+", lines[3])  # noise is shared
-    assert lines[4] == "±: standard error, [ ]: 95 % interval, over documents"
+    assert lines[4] == "±: standard error, [ ]: 95 % interval, over 20 documents"
     assert re.fullmatch("within 3% of the perplexity at 256 up to 26[0-9] tokens of context", lines[5])
 
 
@@ -85,7 +85,7 @@ def test_every_table_says_what_its_errors_are_or_why_it_has_none():
         cells = " ".join(cell for row in table.rows for cell in row)
         assert ("±: standard error" in table.note) == ("±" in cells)
         assert "[ ]: 95 % interval" in table.note
-        assert "over documents and seeds" in table.note
+        assert "over 20 documents and the seeds" in table.note
         assert ("seeds of alibi: 0 against 0, 1, 2 (not paired)" in table.note) == ("minus those of" in table.title)
 
 
