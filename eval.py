@@ -36,6 +36,7 @@ from measure.curves import log_curve, log_measurements
 from measure.groups import labels_of, scaling_words, seedless
 from measure.passes import Progress
 from measure.probes import PROBES
+from measure.report import coverage
 from measure.windows import PROTOCOLS
 from model import GPTConfig
 from model.checkpoint import checkpoints, latest_checkpoint, load_weights, read_config, step_of
@@ -149,7 +150,7 @@ def with_text(run: Run, cache: str | None, ranks: runs.Ranks) -> Run:
     data = DataConfig(**run.settings.data)
     data = data if cache is None else replace(data, cache=cache)
     files = ranks.in_turn(lambda: prepare(data, run.tokenizer, say=log.info))
-    about = {key: files.meta[key] for key in ("corpus", "val_covered") if key in files.meta}
+    about = {key: files.meta[key] for key in ("corpus", "val_covered", "val_covered_of_train") if key in files.meta}
     about |= {"fingerprint": files.fingerprint, "tokenizer": run.tokenizer.name}
     return replace(run, text=Text(files.val, files.val_offsets, run.tokenizer.bytes_per_token, about))
 
@@ -239,9 +240,8 @@ def evaluate_runs(config: DictConfig, ranks: runs.Ranks = runs.Ranks()) -> list[
     for run in opened:
         log.info("run      %s, %s of %s", run.settings.name, run.checkpoint.stem, run.folder)
     for text in {run.text.about["fingerprint"]: run.text for run in opened}.values():
-        covered = text.about.get("val_covered")
-        known = "" if covered is None else f"; {covered:.0%} of it is in the training text too"
-        log.info("text     %s, %s%s", text.about["corpus"], scoring.pieces(text)[1], known)
+        facts = (text.about["corpus"], scoring.pieces(text)[1], coverage(text.about))
+        log.info("text     %s", ", ".join(filter(None, facts)))
     log.info("lengths  %s, %s windows", ", ".join(map(str, scoring.lengths)), config.protocol)
     log.info("cost     %s tokens to pass on %s in %s", f"{total:,}", device, precision)
     if config.max_targets is None and "sliding" in scoring.protocols and 4 * scoring.stride < max(scoring.lengths):
