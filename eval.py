@@ -17,7 +17,7 @@ import logging
 import shlex
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -27,29 +27,27 @@ import hydra
 import torch
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
-from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 import runs
 from data import DataConfig, Tokenizer, get_tokenizer, prepare
 from measure import Measurement, Report, Scoring, Text, comparability, evaluate_lengths, measure
-from measure.groups import labels_of, seedless
+from measure.curves import log_curve, log_measurements
+from measure.groups import labels_of, scaling_words, seedless
+from measure.passes import Progress
 from measure.probes import PROBES
+from measure.report import coverage
 from measure.windows import PROTOCOLS
 from model import GPTConfig
 from model.checkpoint import checkpoints, latest_checkpoint, load_weights, read_config, step_of
 from model.checks import check_whole
 from model.positions import SCHEMES, build_scheme
-from model.registry import lookup
-from model.scaling import SCALINGS
 
-__all__ = ["evaluate_lengths"]  # also for scripts and notebooks
+__all__ = ["evaluate_lengths", "log_curve"]  # also for scripts and notebooks, and for train.py
 
 log = logging.getLogger("ropewalk")
 
 MULTIPLES = (1, 1.25, 1.5, 2, 4)
-SILENCE = 30  # seconds between two lines of progress where the output is no terminal
-ALL_SCALINGS = {"none": lambda: None, **SCALINGS}
 
 
 @dataclass
@@ -152,8 +150,8 @@ def with_text(run: Run, cache: str | None, ranks: runs.Ranks) -> Run:
     data = DataConfig(**run.settings.data)
     data = data if cache is None else replace(data, cache=cache)
     files = ranks.in_turn(lambda: prepare(data, run.tokenizer, say=log.info))
-    about = {"corpus": files.meta["corpus"], "fingerprint": files.fingerprint, "tokenizer": run.tokenizer.name}
-    about |= {"val_covered": files.meta["val_covered"]} if "val_covered" in files.meta else {}
+    about = {key: files.meta[key] for key in ("corpus", "val_covered", "val_covered_of_train") if key in files.meta}
+    about |= {"fingerprint": files.fingerprint, "tokenizer": run.tokenizer.name}
     return replace(run, text=Text(files.val, files.val_offsets, run.tokenizer.bytes_per_token, about))
 
 
@@ -165,15 +163,6 @@ def scalings_of(config: DictConfig) -> list[dict | None]:
     if plain["scaling"] is not None or not plain["scalings"]:
         raise ValueError(f"scalings={plain['scalings']}: a list of at least one, without scaling=")
     return [{"name": one} if isinstance(one, str) else one for one in plain["scalings"]]
-
-
-def scaling_words(scaling: dict | None) -> list[str]:
-    """Its name, and what is not as by default: [yarn, 4.0, beta_fast=8]."""
-    if scaling is None:
-        return []
-    name, known = lookup("scaling", ALL_SCALINGS, scaling)
-    others = {key: value for key, value in scaling.items() if key != "name" and value != known[key]}
-    return [name, *(str(value) if key == "factor" else f"{key}={value}"[:24] for key, value in others.items())]
 
 
 def plan_runs(config: DictConfig, opened: list[Run]) -> tuple[list[Run], list[str]]:
@@ -214,23 +203,6 @@ def scoring_of(config: DictConfig, opened: list[Run]) -> Scoring:
     return Scoring(tuple(lengths), protocols, stride, config.max_targets, config.documents, config.by_position)
 
 
-class Progress:
-    """A bar over all tokens to pass; where the output is no terminal, a line every SILENCE seconds."""
-
-    def __init__(self, total: int, shown: bool):
-        self.bar = tqdm(total=total, unit="token", unit_scale=True, leave=False, disable=None if shown else True)
-        self.total, self.passed, self.shown = total, 0, shown
-        self.start = self.said = time.monotonic()
-
-    def __call__(self, tokens: int) -> None:
-        self.bar.update(tokens)
-        self.passed, now = self.passed + tokens, time.monotonic()
-        if self.shown and self.bar.disable and now - self.said > SILENCE:
-            share, self.said = self.passed / self.total, now
-            left = (now - self.start) * (1 / share - 1)
-            log.info("measured %.0f %%, about %.0f s left", 100 * share, left)
-
-
 def measure_run(
     run: Run, scoring: Scoring, config: DictConfig, device: torch.device, precision: str, progress: Progress, ranks: Any
 ) -> list[Measurement]:
@@ -246,46 +218,6 @@ def measure_run(
             except ValueError as error:  # a text or lengths too short for it, or attention without weights
                 log.warning("note: %s of %s: %s", name, run.label, error)
     return found
-
-
-def log_curve(rows: list[dict], prefix: str, record: Callable[[dict], None], wandb_run: Any) -> None:
-    """The curve as metrics with length as their x-axis, and a summary value a length to sort runs by."""
-    rows = [row for row in rows if row["nll"] is not None]
-    for row in rows:
-        values = {f"{prefix}/{key}": row.get(key) for key in ("nll", "perplexity", "stderr", "bits_per_byte")}
-        record({"extrapolation/length": row["length"], **values})
-    wandb_run.summary.update({f"{prefix}/perplexity_{row['length']}": row["perplexity"] for row in rows})
-
-
-def log_measurements(found: list[Measurement], report: Report, wandb_run: Any) -> None:
-    """Curves by length and by position, probes, the usable length, and the table of paired differences."""
-    import wandb  # takes over half a second
-
-    stretched = "".join(f"_{word}" for word in scaling_words(found[0].about["scaling"]))
-    summary, result = {}, found[0].result
-
-    def record(row: dict) -> None:
-        wandb_run.log({key: value for key, value in row.items() if value is not None})  # wandb shows None as a value
-
-    for measurement in found:
-        prefix = f"extrapolation/{measurement.about['protocol']}{stretched}"
-        log_curve(measurement.rows, prefix, record, wandb_run)
-        if usable := report.group_of(measurement).usable_length():
-            summary[f"{prefix}/usable_length"] = usable["value"]
-    for row in result.get("by_position", []):
-        values = {f"by_position/{key}{stretched}": row[key] for key in ("nll", "stderr")}
-        record({"by_position/position": row["to"], **values})
-    for row in result.get("recall", []):
-        values = {f"recall/{key}{stretched}": row[key] for key in ("nll", "control_nll", "gain")}
-        record({"recall/distance": row["distance"], **values})
-    for row in result.get("shift", []):
-        summary[f"shift/mean_change_{row['shift']}{stretched}"] = row["mean_change"]
-    wandb_run.summary.update(summary)
-    columns = ["protocol", "model", "reference", "length", "difference", "low", "high", "documents"]
-    mine = report.group_of(found[0]).label
-    rows = [[pair[column] for column in columns] for pair in report.paired if pair["model"] == mine]
-    if rows:
-        wandb_run.log({f"paired{stretched}": wandb.Table(columns=columns, data=rows)})
 
 
 def evaluate_runs(config: DictConfig, ranks: runs.Ranks = runs.Ranks()) -> list[dict]:  # noqa: B008 (it is frozen)
@@ -308,9 +240,8 @@ def evaluate_runs(config: DictConfig, ranks: runs.Ranks = runs.Ranks()) -> list[
     for run in opened:
         log.info("run      %s, %s of %s", run.settings.name, run.checkpoint.stem, run.folder)
     for text in {run.text.about["fingerprint"]: run.text for run in opened}.values():
-        covered = text.about.get("val_covered")
-        known = "" if covered is None else f"; {covered:.0%} of it is in the training text too"
-        log.info("text     %s, %s%s", text.about["corpus"], scoring.pieces(text)[1], known)
+        facts = (text.about["corpus"], scoring.pieces(text)[1], coverage(text.about))
+        log.info("text     %s", ", ".join(filter(None, facts)))
     log.info("lengths  %s, %s windows", ", ".join(map(str, scoring.lengths)), config.protocol)
     log.info("cost     %s tokens to pass on %s in %s", f"{total:,}", device, precision)
     if config.max_targets is None and "sliding" in scoring.protocols and 4 * scoring.stride < max(scoring.lengths):
@@ -337,8 +268,11 @@ def evaluate_runs(config: DictConfig, ranks: runs.Ranks = runs.Ranks()) -> list[
         log.warning("note: %s", note)
     for run in opened:
         mine = [found for other, found in zip(planned, by_run, strict=True) if other.folder == run.folder]
-        if len(opened) > 1 and mine:
-            Report([measurement for found in mine for measurement in found]).write(run.folder)
+        try:
+            if len(opened) > 1 and mine:
+                Report([measurement for found in mine for measurement in found]).write(run.folder)
+        except OSError as error:  # somebody else's run; the comparison holds all of it
+            log.warning("note: %s", error)
         mode = {"mode": config.wandb.mode if run.settings.wandb.mode != "disabled" else "disabled"}
         to, name = OmegaConf.merge(run.settings.wandb, mode), run.settings.name
         with runs.start_wandb(to, run.folder, run.origin["wandb_id"], job_type="eval", name=name) as wandb_run:
@@ -351,7 +285,7 @@ def evaluate_runs(config: DictConfig, ranks: runs.Ranks = runs.Ranks()) -> list[
 def check_names(config: DictConfig, planned: list[Run], scoring: Scoring) -> None:
     """Whether reference= and sort= name something, before hours of measuring."""
     labels = labels_of([(run.key, run.label, run.folder.name) for run in planned]).values()
-    for key, names in (("reference", labels), ("sort", ["model", *map(str, scoring.lengths)])):
+    for key, names in (("reference", labels), ("sort", ["model", *map(str, scoring.lengths), "usable"])):
         if config[key] is not None and config[key] not in names:
             raise ValueError(f"{key}={config[key]!r}: use one of {', '.join(names)}")
 
@@ -381,9 +315,8 @@ def sample_text(config: DictConfig, ranks: runs.Ranks = runs.Ranks()) -> list[st
                 if len(new[row]) == config.tokens or new[row][-1] == end:
                     open_rows.remove(row)
             if len(given) == 1:
-                text = (given[0] + run.tokenizer.decode(new[0])).rstrip(
-                    "\ufffd"
-                )  # bytes of a character come one by one
+                text = given[0] + run.tokenizer.decode(new[0])
+                text = text.rstrip("\ufffd")  # the bytes of a character may come one by one
                 print(text[shown:], end="", flush=True)
                 shown = max(shown, len(text))
             if not open_rows:
@@ -395,15 +328,13 @@ def sample_text(config: DictConfig, ranks: runs.Ranks = runs.Ranks()) -> list[st
     return texts
 
 
-TASKS = {"measure": evaluate_runs, "sample": sample_text}
-
-
 @hydra.main(version_base="1.3", config_path="configs", config_name="eval")
 def main(config: DictConfig) -> None:
     with runs.errors_as_messages():
-        if config.task not in TASKS:
-            raise ValueError(f"task={config.task!r}: use {' or '.join(TASKS)}")
-        TASKS[config.task](config, runs.join_processes(config.device))
+        if config.task not in ("measure", "sample"):
+            raise ValueError(f"task={config.task!r}: use measure or sample")
+        task = evaluate_runs if config.task == "measure" else sample_text
+        task(config, runs.join_processes(config.device))
 
 
 if __name__ == "__main__":

@@ -11,6 +11,8 @@ import numpy as np
 
 from measure.measurement import Measurement
 from measure.statistics import estimate, exp
+from model.registry import lookup
+from model.scaling import SCALINGS
 
 TOLERANCE = 0.03  # how far perplexity may rise above that at the training length within the usable length
 
@@ -53,7 +55,7 @@ class Group:
         return {"length": length, "nll": nll, **found, "perplexity": exp(nll), "bits_per_byte": per_byte}
 
     def by_position(self) -> list[dict]:
-        """from, to (positions), nll, and low and high (its 95 % interval), of each bin."""
+        """from, to (positions), nll, its standard error, and low and high (its 95 % interval), of each bin."""
         rows = []
         for same in zip(*(member.bins for member in self.members), strict=True):
             low, high, _, counts = same[0]
@@ -130,15 +132,12 @@ class Group:
         return found
 
 
-def of_metric(row: dict, metric: str) -> tuple[float, float | None, float | None, float | None]:
-    """A group's row as perplexity or bits_per_byte: value, standard error (delta method) and its 95 % interval."""
-    value, nll = row[metric], row["nll"]
-    if value is None or row["error"] is None:
-        return value, None, None, None
-    if metric == "perplexity":
-        return value, value * row["error"], exp(row["low"]), exp(row["high"])
-    scale = value / nll if nll else 0.0
-    return value, scale * row["error"], scale * row["low"], scale * row["high"]
+def of_metric(row: dict, metric: str) -> tuple[float | None, float | None]:
+    """A group's row as perplexity or bits_per_byte: value and standard error (delta method)."""
+    value, error = row[metric], row.get("error")
+    if value is None or error is None:
+        return value, None
+    return value, value * error if metric == "perplexity" else value / row["nll"] * error
 
 
 def _crossing(lengths: Sequence[int], values: Sequence[float], level: float) -> float | None:
@@ -174,6 +173,15 @@ def grouped(measurements: Sequence[Measurement]) -> list[Group]:
     for m in measurements:
         groups.setdefault((m.about["protocol"], m.about["key"]), []).append(m)
     return [Group(labels[key], members) for (_, key), members in groups.items()]
+
+
+def scaling_words(scaling: dict | None) -> list[str]:
+    """Its name, and what is not as by default: [yarn, 4.0, beta_fast=8]."""
+    if scaling is None:
+        return []
+    name, known = lookup("scaling", {"none": lambda: None, **SCALINGS}, scaling)
+    others = {key: value for key, value in scaling.items() if key != "name" and value != known[key]}
+    return [name, *(str(value) if key == "factor" else f"{key}={value}"[:24] for key, value in others.items())]
 
 
 def seedless(settings: dict) -> str:

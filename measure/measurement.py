@@ -7,9 +7,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from tqdm import tqdm
 
-from measure.passes import BATCH_TOKENS, Alone, plan_passes, score
+from measure.passes import BATCH_TOKENS, Alone, Progress, plan_passes, score
 from measure.statistics import ENOUGH_DOCUMENTS, estimate, exp, ratio_and_error
 from measure.windows import PROTOCOLS, Windows, cut, cut_by_position, stretches, widening_edges
 from model import GPT
@@ -69,7 +68,7 @@ class Scoring:
         return int(plan_passes(windows, scheme)[0][:, 1].sum()) if windows else 0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Measurement:
     """One model under one protocol. At every length the same tokens of the same documents are scored.
 
@@ -97,9 +96,7 @@ class Measurement:
         against_train_length, how much nll is above that at the training length. Past a table None, with a note."""
         if length not in self.losses:
             return empty_row(length, self.limit, with_bytes=True)
-        row = _row(length, self.losses[length], self.counts, self.n_bytes)
-        if len(self.counts) < ENOUGH_DOCUMENTS:
-            row["stderr"] = None
+        row = _row(length, self.losses[length], self.counts, self.n_bytes, ENOUGH_DOCUMENTS)
         base = self.about["train_length"]
         if base in self.losses and length != base:
             found = estimate((self.losses[length] - self.losses[base])[None], self.counts)
@@ -125,10 +122,10 @@ class Measurement:
         about = {key: value for key, value in self.about.items() if key != "key"}
         result = {**about, "rows": self.rows, **self.probes}
         if self.bins:
-            result["by_position"] = []
-            for low, high, losses, counts in self.bins:
-                row = {"from": low, "to": high, **_row(high, losses, counts)}
-                result["by_position"].append({key: value for key, value in row.items() if key != "length"})
+            result["by_position"] = [{"from": low, "to": high} for low, high, *_ in self.bins]
+            for row, (_, high, *sums) in zip(result["by_position"], self.bins, strict=True):
+                row |= _row(high, *sums, least=ENOUGH_DOCUMENTS)
+                del row["length"]
         return result
 
 
@@ -143,8 +140,8 @@ def measure(
     """A measurement for each protocol; the first also has the loss by position. Autocast is the caller's.
 
     about: run (its name), folder, checkpoint, precision, seed, and what else to say of the model; key, equal for models
-    that differ in their seed only. progress: called now and then
-    with the tokens passed since. Raises ValueError for what does not fit the text.
+    that differ in their seed only. progress: called now and then with the tokens passed since. Raises ValueError for
+    what does not fit the text.
     """
     parts, c = scoring.windows(text, model.pos), model.config
     every = [windows for part in parts.values() for windows in part]
@@ -188,8 +185,9 @@ def evaluate_lengths(
     tokens: integers, 1-D. stride: sliding only, targets scored a window, each with length - stride + 1 to length tokens
     of context. max_targets: score at most that many, in windows spread over the text (None: all). bytes_per_token:
     (vocab_size,), adds bits_per_byte. Batches hold about batch_tokens tokens, which changes speed and memory, not
-    results. progress: a bar, where the output is a terminal. documents: integers (documents + 1,), where each document
-    begins, and the end: no window crosses a border, and only documents that hold the longest window are scored.
+    results. progress: a bar, or where the output is no terminal a line every 30 seconds. documents: integers
+    (documents + 1,), where each document begins, and the end: no window crosses a border, and only documents that hold
+    the longest window are scored.
 
     Returns one dict a length: length; nll, nats a token, the sum of all losses over their count; perplexity; stderr,
     the standard error of nll (ratio estimator) over windows, or where `documents` are given over those, None for a
@@ -211,9 +209,9 @@ def evaluate_lengths(
         if length <= (limit or length)
     ]
     total = int(plan_passes(windows, model.pos)[0][:, 1].sum()) if windows else 0
-    hidden = None if progress else True  # None: where the output is no terminal
-    with tqdm(total=total, unit="token", unit_scale=True, leave=False, disable=hidden) as bar:
-        losses = score(model, tokens, windows, batch_tokens, bar.update)
+    shown = Progress(total, progress)
+    with shown.bar:
+        losses = score(model, tokens, windows, batch_tokens, shown)
     byte_sums = None if bytes_per_token is None else _bytes_before(tokens, np.asarray(bytes_per_token))
     rows = {}
     for w, values in zip(windows, losses, strict=True):
@@ -226,9 +224,12 @@ def evaluate_lengths(
     return [rows.get(int(length)) or empty_row(int(length), limit, byte_sums is not None) for length in lengths]
 
 
-def _row(length: int, losses: np.ndarray, counts: np.ndarray, n_bytes: np.ndarray | None = None) -> dict:
-    """Losses, counts and bytes of clusters: all (clusters,)."""
+def _row(
+    length: int, losses: np.ndarray, counts: np.ndarray, n_bytes: np.ndarray | None = None, least: int = 2
+) -> dict:
+    """Losses, counts and bytes of clusters: all (clusters,). Fewer than `least` have no error."""
     nll, stderr = ratio_and_error(losses, counts)
+    stderr = stderr if len(counts) >= least else None
     row = {"length": length, "nll": nll, "perplexity": exp(nll), "stderr": stderr, "scored": int(counts.sum())}
     if n_bytes is not None:
         row["bits_per_byte"] = float(losses.sum() / np.log(2) / n_bytes.sum()) if n_bytes.sum() else None

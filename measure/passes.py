@@ -1,10 +1,13 @@
 """The losses of windows, from as few forward passes as a causal model needs."""
 
+import logging
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from tqdm import tqdm
 
 from measure.windows import Windows
 from model import GPT
@@ -12,6 +15,9 @@ from model.positions import PositionScheme
 from model.sampling import evaluating
 
 BATCH_TOKENS = 16384
+SILENCE = 30  # seconds between two lines of progress where the output is no terminal
+
+log = logging.getLogger("ropewalk")
 
 
 class Alone:
@@ -22,6 +28,23 @@ class Alone:
     def summed(self, values: np.ndarray) -> np.ndarray:
         """float64 (n,) -> their sums over the processes."""
         return values
+
+
+class Progress:
+    """A bar over all tokens to pass; where the output is no terminal, a line every SILENCE seconds."""
+
+    def __init__(self, total: int, shown: bool):
+        self.bar = tqdm(total=total, unit="token", unit_scale=True, leave=False, disable=None if shown else True)
+        self.total, self.passed, self.shown = total, 0, shown
+        self.start = self.said = time.monotonic()
+
+    def __call__(self, tokens: int) -> None:
+        self.bar.update(tokens)
+        self.passed, now = self.passed + tokens, time.monotonic()
+        if self.shown and self.bar.disable and now - self.said > SILENCE:
+            share, self.said = self.passed / self.total, now
+            left = (now - self.start) * (1 / share - 1)
+            log.info("measured %.0f %%, about %.0f s left", 100 * share, left)
 
 
 def plan_passes(windows: Sequence[Windows], scheme: PositionScheme) -> tuple[np.ndarray, np.ndarray]:

@@ -1,6 +1,6 @@
 """Figures a paper could use: one look for all of them. PNG or SVG, by the ending of the path.
 
-Bars and bands are 95 % intervals; there are none where fewer than ten documents are scored.
+Bars and bands are one standard error to both sides; there are none where fewer than ten documents are scored.
 """
 
 import math
@@ -77,15 +77,17 @@ def log_values(axes: Any, values: Sequence[float]) -> None:
 def legend(figure: Any, panels: Sequence[Any]) -> None:
     """Beside the panels, where it hides no curve."""
     found = {label: handle for axes in panels for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
-    figure.legend(found.values(), found.keys(), frameon=False, loc="outside right upper")
+    words = {"title": "bars, bands: ± standard error", "title_fontsize": 8}
+    figure.legend(found.values(), found.keys(), frameon=False, loc="outside right upper", **words)
 
 
 def curve(axes: Any, points: Sequence[tuple], label: str, ended: str | None, style: dict) -> None:
-    """points: x, value, and the ends of the band or None. A cross marks where a curve ends with its table."""
-    xs, ys, low, high = zip(*points, strict=True) if points else [()] * 4
+    """points: x, value, its error or None. A cross marks where a curve ends with its table."""
+    xs, ys, errors = zip(*points, strict=True) if points else [()] * 3
     axes.plot(xs, ys, label=literal(f"{label} ({ended})" if ended else label), markersize=5, **style)
-    if points and None not in low:
-        axes.fill_between(xs, low, high, color=style["color"], alpha=0.2, linewidth=0)
+    if points and None not in errors:
+        low, high = ([y + sign * error for y, error in zip(ys, errors, strict=True)] for sign in (-1, 1))
+        axes.fill_between(xs, low, high, color=style["color"], alpha=0.15, linewidth=0)
     if ended and points:
         axes.plot(xs[-1], ys[-1], marker="x", markersize=14, markeredgewidth=2.5, color=style["color"])
 
@@ -99,7 +101,9 @@ def plot_lengths(protocols: dict[str, list[Group]], metric: str, path: Path) -> 
             rows = [group.row(length) for length in group.lengths]
             ended = next((row["note"] for row in rows if row["nll"] is None), None)
             points = [(row["length"], *of_metric(row, metric)) for row in rows if 0 < (row[metric] or 0) < math.inf]
-            curve(axes, [(x, y, low, high) for x, y, _, low, high in points], group.label, ended, style)
+            if group.first.get("truncated"):  # a control: its error is that of the model itself
+                points, style = [(x, y, None) for x, y, _ in points], style | {"linestyle": ":"}
+            curve(axes, points, group.label, ended, style)
             values += [point[1] for point in points]
         ticks = sorted({length for group in groups for length in group.lengths})
         log_axes(axes, ticks, (group.first["train_length"] for group in groups))
@@ -123,7 +127,7 @@ def plot_positions(groups: list[Group], path: Path) -> None:
     for axes, (length, some) in zip(panels, sorted(windows.items(), reverse=True), strict=True):
         for group, style in some:
             rows = group.by_position()  # x in tokens of context: positions + 1
-            points = [((r["from"] + r["to"] + 1) / 2, r["nll"], r["low"], r["high"]) for r in rows]
+            points = [((r["from"] + r["to"] + 1) / 2, r["nll"], r["error"]) for r in rows]
             curve(axes, points, group.label, None, style)
         ticks = [2**k for k in range(length.bit_length()) if 2**k <= length]
         log_axes(axes, ticks, (group.first["train_length"] for group, _ in some))
@@ -134,32 +138,24 @@ def plot_positions(groups: list[Group], path: Path) -> None:
 
 
 def plot_recall(results: list[dict], path: Path) -> None:
-    """A curve a model over distance: the loss on the second copy, beside the control's, and what the first copy gains.
+    """A curve a model over distance: the loss on the second copy, dotted the control's, and what the first copy gains.
 
-    Error bars: one standard error, over trials or seeds. results: dicts with run (its label), train_length and recall
-    (what probes.recall returned). A cross marks where a learned table ends a curve.
+    results: dicts with run (its label), train_length and recall (what probes.recall returned).
     """
     figure, (left, right) = new_figure(2)
     for result, style in zip(results, styles(), strict=False):
         rows = [row for row in result["recall"] if row["nll"] is not None]
-        distances = [row["distance"] for row in rows]
         ended = next((row["note"] for row in result["recall"] if row["nll"] is None), None)
-        label = literal(result["run"] + (f" ({ended})" if ended else ""))
         for axes, value, error in ((left, "nll", "stderr"), (right, "gain", "gain_stderr")):
-            values, errors = [row[value] for row in rows], [row[error] or 0 for row in rows]
-            axes.errorbar(distances, values, yerr=errors, markersize=5, capsize=3, label=label, **style)
-            if ended and rows:
-                axes.plot(distances[-1], values[-1], "x", markersize=14, markeredgewidth=2.5, color=style["color"])
-        control = literal("control: another first copy") if result is results[0] else None
-        left.plot(
-            distances, [row["control_nll"] for row in rows], ":", linewidth=1, color=style["color"], label=control
-        )
+            curve(axes, [(row["distance"], row[value], row[error]) for row in rows], result["run"], ended, style)
+        dotted = {"color": style["color"], "linestyle": ":", "linewidth": 1}
+        left.plot([row["distance"] for row in rows], [row["control_nll"] for row in rows], **dotted)
     ticks = sorted({row["distance"] for result in results for row in result["recall"]})
     for axes, text_at in ((left, "bottom"), (right, "top")):  # where the curves are not
         log_axes(axes, ticks, (result["train_length"] for result in results), text_at)
         axes.set_xlabel("tokens from copy to copy")
     left.set(ylabel="nats a token")
-    left.set_title("loss on the second copy of a random string", fontsize=11)
+    left.set_title("loss on the second copy of a random string\n(dotted: with another first copy)", fontsize=11)
     right.set_title("what the first copy gains: control − loss", fontsize=11)
     right.axhline(0, color="#777777", linewidth=1, zorder=0)
     legend(figure, [left, right])
@@ -182,20 +178,15 @@ def plot_attention(result: dict, path: Path) -> None:
     shown, grid = np.maximum(weights.reshape(heads, bins), lowest), (np.arange(bins + 1), np.arange(heads + 1))
     norm = LogNorm(lowest, weights.max())
     mesh = axes.pcolormesh(*grid, shown, norm=norm, cmap="viridis", rasterized=True)
-    note = f"\n(darkest: {FAINTEST:g} and less)" if lowest == FAINTEST else ""
-    figure.colorbar(mesh, ax=axes, label=f"mean attention weight{note}")
+    figure.colorbar(mesh, ax=axes, label=f"mean attention weight\n(darkest: {lowest:.1g} and less)")
     axes.invert_yaxis()
     axes.hlines(np.arange(n_head, heads, n_head), 0, bins, color="white", linewidth=1)
     names = [str(low) if high == low + 1 else f"{low}–{high - 1}" for low, high in pairwise(edges)]
     axes.set_xticks(np.arange(bins) + 0.5, names, rotation=60, ha="right", rotation_mode="anchor", fontsize=9)
-    if heads <= 60:
-        names = [f"{layer}.{head}" for layer in range(n_layer) for head in range(n_head)]
-        axes.set_yticks(np.arange(heads) + 0.5, names, fontsize=8)
-        axes.set_ylabel("layer.head")
-    else:
-        axes.set_yticks((np.arange(n_layer) + 0.5) * n_head, [str(layer) for layer in range(n_layer)], fontsize=8)
-        axes.set_ylabel("layer (its heads from top to bottom)")
-    axes.set_xlabel("tokens back from the query")
+    each = 1 if heads <= 60 else n_head  # a label a head, or at a layer's first
+    rows = np.arange(0, heads, each)
+    axes.set_yticks(rows + 0.5, [f"{row // n_head}.{row % n_head}" for row in rows], fontsize=8)
+    axes.set(xlabel="tokens back from the query", ylabel="layer.head")
     title = f"{literal(result['run'])}\nattention by distance in windows of {result['attention']['length']}"
     if result["train_length"] < edges[-1]:
         at = np.interp(result["train_length"], edges, np.arange(bins + 1))

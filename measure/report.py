@@ -76,12 +76,9 @@ class Report:
         """All of them, protocol by protocol."""
         return [group for groups in self.protocols.values() for group in groups]
 
-    def group_of(self, measurement: Measurement) -> Group:
-        return next(group for group in self.groups if measurement in group.members)
-
     @property
     def results(self) -> list[dict]:
-        return [m.result for m in self.measurements]
+        return [m.result | {"usable_length": Group("", [m]).usable_length()} for m in self.measurements]
 
     @cached_property
     def tables(self) -> list[Table]:
@@ -131,7 +128,7 @@ class Report:
     def document(self) -> dict:
         """extrapolation.json: of a single measurement its result, of several an object that holds them all."""
         if len(self.measurements) == 1:
-            return finite(self.results[0] | {"usable_length": self.groups[0].usable_length()})
+            return finite(self.results[0])
         groups = [
             {"model": group.label, "protocol": group.first["protocol"], "runs": [m.about["run"] for m in group.members]}
             | {"seeds": group.seeds, "rows": [group.row(length) for length in group.lengths]}
@@ -171,9 +168,8 @@ class Report:
 
     def _html(self, figures: list[Path]) -> str:
         first = self.measurements[0].about
-        facts = [f"{first['corpus']}, {first['documents']}, in {first.get('precision')}"]
-        if "val_covered" in first:
-            facts.append(f"{first['val_covered']:.0%} of the validation text is in the training text too")
+        facts = [first["corpus"], first["documents"], coverage(first)]
+        facts = [", ".join(filter(None, facts)) + f"; in {first.get('precision')}"]
         facts += [*self.notes, *(f"left out: {reason}" for reason in self.skipped)]
         made = [*self.tables, tables.settings_apart(self.settings) if len(self.settings) > 1 else None]
         parts = ["<h1>Length extrapolation</h1>", *(f"<p>{escape(fact)}</p>" for fact in facts)]
@@ -183,6 +179,14 @@ class Report:
         parts += [f"<div class=wide>{table.html()}</div>" for table in made if table]
         parts += ["<h2>Made by</h2>", f"<pre>{escape(chr(10).join(self.commands))}</pre>"] if self.commands else []
         return PAGE.format(style=STYLE, body="\n".join(parts), script=SCRIPT)
+
+
+def coverage(about: dict) -> str:
+    """How much of the validation text is in the training text too, in words; nothing where that is not known."""
+    if "val_covered" not in about:
+        return ""
+    least = "at least " if about.get("val_covered_of_train", 1) < 1 else ""  # not all of the training text was read
+    return f"{least}{about['val_covered']:.1%} of its bytes in the training text too"
 
 
 def comparability(measurements: Sequence[Measurement]) -> list[str]:

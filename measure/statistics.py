@@ -71,7 +71,7 @@ def _document_variance(weights: np.ndarray, residuals: np.ndarray) -> tuple[floa
     off_diagonal = s**2 * a.sum() ** 2 + 2 * a.sum() * (a * w**2).sum() - 4 * s * a.sum() * (a * w).sum()
     off_diagonal += 2 * (a * w).sum() ** 2
     square = (a**2 * (leverage**2 - (s - 2 * w) ** 2)).sum() + off_diagonal
-    return variance, float(s**2 / square)
+    return variance, max(1.0, float(s**2 / square)) if square > 0 else 1.0  # rounding, where one document is all
 
 
 def t_quantile(freedom: float) -> float:

@@ -1,7 +1,7 @@
 """Numbers with no more digits than their errors support, and the tables made of them: as text and as HTML."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from html import escape
 
@@ -38,7 +38,9 @@ class Table:
         return f"<table>{caption}<thead><tr>{head}</tr></thead><tbody>\n{body}</tbody></table>{note}"
 
     def sorted(self, column: str) -> "Table":
-        """By the number that a cell begins with, or by its words; cells without anything come last."""
+        """By the number that a cell begins with, or by its words, empty cells last; as it is without such a column."""
+        if column not in self.header:
+            return self
         place = self.header.index(column)
         return replace(self, rows=sorted(self.rows, key=lambda row: _sort_key(row[place])))
 
@@ -128,15 +130,16 @@ def one_model(group: Group) -> Table:
 
 
 def _value(row: dict, metric: str, show_error: bool = True) -> str:
-    return NOTHING if row[metric] is None else digits(*of_metric(row, metric)[:2], show_error)
+    return NOTHING if row[metric] is None else digits(*of_metric(row, metric), show_error)
 
 
 def _errors(groups: Sequence[Group], *meanings: str) -> str:
     """What the errors and intervals of a table are over, or why it has none."""
-    few = any(0 < len(group.members[0].counts) < ENOUGH_DOCUMENTS for group in groups)
-    seeds = any(len(group.members) > 1 for group in groups)
-    over = "documents and seeds" if seeds else "documents"
-    return FEW_DOCUMENTS if few else f"{', '.join(meanings)}, over {over}"
+    sizes = sorted({len(group.members[0].counts) for group in groups} - {0})
+    if sizes and sizes[0] < ENOUGH_DOCUMENTS:
+        return FEW_DOCUMENTS
+    seeds = " and the seeds" if any(len(group.members) > 1 for group in groups) else ""
+    return f"{', '.join(meanings)}, over {' or '.join(map(str, sizes))} documents{seeds}"
 
 
 def by_length(groups: Sequence[Group], metric: str) -> Table:
@@ -201,16 +204,17 @@ def settings_apart(settings: dict[str, dict]) -> Table | None:
     """The settings in which runs differ; settings: a run's name -> its configuration as plain values."""
     flat = {name: dict(_flat(config)) for name, config in settings.items()}
     keys = dict.fromkeys(key for config in flat.values() for key in config)
-    differing = [key for key in keys if len({str(config.get(key)) for config in flat.values()}) > 1]
-    lines = [[name, *(str(config.get(key, NOTHING)) for key in differing)] for name, config in flat.items()]
+    differing = [key for key in keys if len({config.get(key) for config in flat.values()}) > 1]
+    lines = [[name, *(config.get(key, NOTHING) for key in differing)] for name, config in flat.items()]
     return Table("settings that differ", ["run", *differing], lines) if differing else None
 
 
-def _flat(config: dict, prefix: str = "") -> list[tuple[str, object]]:
-    found = []
+def _flat(config: dict, prefix: str = "") -> Iterator[tuple[str, str]]:
     for key, value in config.items():
-        found += _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else [(prefix + key, value)]
-    return found
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, str(value)
 
 
 def recall(results: Sequence[dict]) -> Table:

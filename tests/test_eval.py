@@ -154,16 +154,6 @@ def test_default_lengths():
     assert default_lengths(1) == [1, 2, 4]
 
 
-def test_where_no_bar_is_shown_progress_is_a_line(monkeypatch, caplog):
-    caplog.set_level("INFO", "ropewalk")
-    now = iter([0.0, 20.0, 31.0, 40.0, 62.0])
-    monkeypatch.setattr(eval_module.time, "monotonic", lambda: next(now))
-    progress = eval_module.Progress(1000, shown=True)
-    for _ in range(4):
-        progress(100)
-    assert caplog.messages == ["measured 20 %, about 124 s left", "measured 40 %, about 93 s left"]
-
-
 def sample(*settings):
     return sample_text(
         composed("task=sample", "device=cpu", "precision=fp32", *settings, name="eval", schema=EvalConfig)

@@ -5,7 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from measure import Measurement
+from measure import Measurement, Report
+from measure.curves import log_measurements
 from measure.groups import Group, grouped, labels_of, of_metric, seedless
 from measure.statistics import estimate
 
@@ -33,12 +34,8 @@ def test_a_group_averages_nats_not_perplexities():
     assert row["nll"] == expected["value"] == pytest.approx(np.mean([m.row(64)["nll"] for m in seeds]))
     assert row["perplexity"] == math.exp(row["nll"])
     assert row["bits_per_byte"] == pytest.approx(row["nll"] / math.log(2) / 2)
-    assert of_metric(row, "perplexity") == (
-        row["perplexity"], row["perplexity"] * row["error"], math.exp(row["low"]), math.exp(row["high"])
-    )  # fmt: skip
-    scale = 1 / math.log(2) / 2
-    expected = [row["bits_per_byte"], *(scale * row[key] for key in ("error", "low", "high"))]
-    assert of_metric(row, "bits_per_byte") == pytest.approx(expected)
+    assert of_metric(row, "perplexity") == (row["perplexity"], row["perplexity"] * row["error"])
+    assert of_metric(row, "bits_per_byte")[1] == pytest.approx(row["error"] / math.log(2) / 2)
 
 
 def test_lengths_are_paired_over_documents_at_every_length():
@@ -165,3 +162,31 @@ def test_seeds_of_one_model_differ_in_nothing_else():
     assert seedless(base) == seedless({**same, "train": {"lr": 1.0, "eval_every": 7, "keep": 9}})
     for change in ({"train": {"lr": 2.0}}, {"pos": {"name": "alibi"}}, {"init_from": "outputs/a"}):
         assert seedless(base) != seedless({**base, **change})
+
+
+class WandbRun:
+    def __init__(self):
+        self.rows, self.summary = [], {}
+
+    def log(self, row):
+        self.rows.append(row)
+
+
+def test_what_is_logged_to_wandb():
+    a, b = measurement(), measurement("alibi_64_seed0", nll=(1.0, 1.0, 1.0, 1.0))
+    for one, scaling in ((a, {"name": "yarn", "factor": 2.0}), (b, None)):
+        one.about["scaling"] = scaling
+    b.probes["recall"] = [{"distance": 8, "nll": 1.0, "control_nll": 2.0, "gain": 1.0}]
+    report, logged = Report([a, b]), [WandbRun(), WandbRun()]
+    for one, run in zip((a, b), logged, strict=True):
+        log_measurements([one], report, run)
+    prefix = "extrapolation/sliding_yarn_2.0"
+    curve = [row for row in logged[0].rows if "extrapolation/length" in row]
+    assert [(row["extrapolation/length"], row[f"{prefix}/nll"]) for row in curve] == [
+        (length, a.row(length)["nll"]) for length in LENGTHS
+    ]
+    assert logged[0].summary[f"{prefix}/usable_length"] == group(a).usable_length()["value"]
+    assert logged[0].summary[f"{prefix}/perplexity_256"] == a.row(256)["perplexity"]
+    assert logged[1].summary["extrapolation/sliding/usable_length"] == 256
+    assert {"recall/distance": 8, "recall/nll": 1.0, "recall/control_nll": 2.0, "recall/gain": 1.0} in logged[1].rows
+    assert logged[1].rows[-1]["paired"].data[0][:4] == ["sliding", "alibi_64_seed0", "rope_64_seed0", 64]

@@ -71,7 +71,7 @@ def test_table_of_one_run():
     assert lines[1].split() == ["length", "perplexity", "bits/byte", "÷", "at", "256"]
     assert re.fullmatch(r" +256 +3\.\d+ ± 0\.0\d+ +1\.\d+ +1", lines[2])
     assert re.fullmatch(r" +512 +6\.\d+ ± 0\.\d+ +2\.\d+ +1\.9\d+", lines[3])  # noise is shared
-    assert lines[4] == "±: standard error, [ ]: 95 % interval, over documents"
+    assert lines[4] == "±: standard error, [ ]: 95 % interval, over 20 documents"
     assert re.fullmatch("within 3% of the perplexity at 256 up to 26[0-9] tokens of context", lines[5])
 
 
@@ -85,7 +85,7 @@ def test_every_table_says_what_its_errors_are_or_why_it_has_none():
         cells = " ".join(cell for row in table.rows for cell in row)
         assert ("±: standard error" in table.note) == ("±" in cells)
         assert "[ ]: 95 % interval" in table.note
-        assert "over documents and seeds" in table.note
+        assert "over 20 documents and the seeds" in table.note
         assert ("seeds of alibi: 0 against 0, 1, 2 (not paired)" in table.note) == ("minus those of" in table.title)
 
 
@@ -191,7 +191,7 @@ def drawn(monkeypatch):
     return figures
 
 
-def test_the_plot_has_a_curve_a_model_with_its_interval(tmp_path, drawn):
+def test_the_plot_has_a_curve_a_model_with_its_error(tmp_path, drawn):
     report = Report([measurement(), measurement("learned", limit=256)])
     plot_lengths(report.protocols, "perplexity", tmp_path / "plot.png")
     axes = drawn[0].axes[0]
@@ -200,7 +200,8 @@ def test_the_plot_has_a_curve_a_model_with_its_interval(tmp_path, drawn):
     assert axes.lines[0].get_xdata().tolist() == [256, 512]
     at_256 = [y for x, y in axes.collections[0].get_paths()[0].vertices if x == 256]
     row = report.groups[0].row(256)
-    assert (min(at_256), max(at_256)) == pytest.approx((math.exp(row["low"]), math.exp(row["high"])))
+    assert (min(at_256) + max(at_256)) / 2 == pytest.approx(row["perplexity"])
+    assert (max(at_256) - min(at_256)) / 2 == pytest.approx(row["perplexity"] * row["error"])
 
 
 def test_by_position_a_shorter_table_has_a_panel_of_its_own(tmp_path, drawn):
@@ -220,6 +221,11 @@ def test_any_name_can_be_shown(name, tmp_path):
     assert "<b>" not in (tmp_path / "report.html").read_text()
     for path in tmp_path.glob("*.svg"):
         ElementTree.parse(path)  # a browser shows nothing of what is no XML
+
+
+def test_the_page_says_how_much_validation_text_was_trained_on(tmp_path):
+    Report([measurement(val_covered=0.1234, val_covered_of_train=0.5)]).write(tmp_path, html=True)
+    assert "at least 12.3% of its bytes in the training text too" in (tmp_path / "report.html").read_text()
 
 
 def test_what_cannot_be_compared_is_said():
