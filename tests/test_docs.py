@@ -1,0 +1,129 @@
+"""The commands, links and sizes of README.md and docs/: what a reader pastes exists."""
+
+import argparse
+import re
+import runpy
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+
+import eval  # noqa: F401 (this and the next register the schemas that the configuration files name)
+import train  # noqa: F401
+
+ROOT = Path(__file__).parents[1]
+PAGES = {str(path.relative_to(ROOT)): path for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
+# Up to the end of a line that no backslash continues, or of the code in a sentence, which may go on in the next line.
+HYDRA = re.compile(r"(?:python|torchrun\s[^`\n]*?)\s+(train|eval)\.py\b((?:\\\n|[^`\n])*)(\n[^`\n]+`)?")
+MODULE = re.compile(r"python -m (model\.\w+)((?:\\\n|[^`\n])*)")
+
+
+def text_of(page: str) -> str:
+    return PAGES[page].read_text(encoding="utf-8")
+
+
+def code_of(page: str) -> str:
+    """A page without what is still to be filled in."""
+    return re.sub(r"\{\{.*?\}\}", "", text_of(page), flags=re.DOTALL)
+
+
+def split_words(command: str) -> list[str]:
+    """As a shell does, without comments; a placeholder such as <run> is a word."""
+    return shlex.split(re.sub(r"<[^<>]*>", "placeholder", command).replace("\\\n", " "), comments=True)
+
+
+def hydra_commands() -> list[tuple[str, str, tuple[str, ...]]]:
+    """(page, train or eval, words) of every command."""
+    found = []
+    for page in PAGES:
+        for name, rest, next_line in HYDRA.findall(code_of(page)):
+            # In a sentence an odd number of quotation marks shows that the code goes on in the next line.
+            whole = rest + next_line.rstrip("`") if rest.count("'") % 2 else rest
+            found.append((page, name, tuple(split_words(whole))))
+    return list(dict.fromkeys(found))
+
+
+def module_commands() -> list[tuple[str, str, tuple[str, ...]]]:
+    found = [(page, name, tuple(split_words(rest))) for page in PAGES for name, rest in MODULE.findall(code_of(page))]
+    return list(dict.fromkeys(one for one in found if one[2]))  # without words it is a name in a sentence
+
+
+def single_values(words: list[str]) -> list[str]:
+    """Each swept setting with its first value."""
+    singles = []
+    for override in OverridesParser.create().parse_overrides(words):
+        value = override.input_line
+        if override.is_interval_sweep():
+            value = f"{override.get_key_element()}={override.value().start}"
+        elif override.is_sweep_override():
+            value = f"{override.get_key_element()}={first_of(override)}"
+        singles.append(value)
+    return singles
+
+
+def first_of(override: Override) -> str:
+    return next(override.sweep_string_iterator())
+
+
+@pytest.mark.parametrize(("page", "name", "words"), hydra_commands())
+def test_hydra_composes_every_command(page, name, words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    settings = [word for word in words if not word.startswith("-")]
+    folders = [word for word in settings if "=" not in word]
+    assert name == "eval" or not folders, f"{folders}: train.py takes settings only"
+    with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
+        compose(name, single_values([word for word in settings if word not in folders]))
+
+
+class AcceptedError(Exception):
+    """argparse has accepted the words."""
+
+
+@pytest.mark.parametrize(("page", "module", "words"), module_commands())
+@pytest.mark.filterwarnings("ignore::RuntimeWarning:runpy")
+def test_argparse_accepts_every_command(page, module, words, monkeypatch):
+    parse = argparse.ArgumentParser.parse_args
+
+    def stop(parser, given=None, namespace=None):
+        parse(parser, given, namespace)
+        raise AcceptedError
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", stop)
+    monkeypatch.setattr(sys, "argv", [module, *words])
+    with pytest.raises(AcceptedError):
+        runpy.run_module(module, run_name="__main__")
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page):
+    links = [link for link in re.findall(r"\]\(([^)\s#]+)[^)]*\)", text_of(page)) if "://" not in link]
+    missing = [link for link in links if not (PAGES[page].parent / link).exists()]
+    assert missing == []
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_number_is_filled_in(page):
+    assert re.findall(r"\{\{[^}]*", text_of(page)) == []
+
+
+def test_the_front_page_is_short_and_links_to_all_others():
+    assert len(PAGES["README.md"].read_bytes()) <= 10_000
+    others = [page for page in PAGES if page != "README.md"]
+    assert [page for page in others if f"({page})" not in text_of("README.md")] == []
+
+
+def test_the_commands_are_found():
+    commands = [" ".join((name, *words)) for _, name, words in hydra_commands()]
+    assert {"train pos=rope", "eval runs=outputs/*_256_seed0", "train -m experiment=train_short_test_long"} <= {
+        *commands
+    }
+    assert {module for _, module, _ in module_commands()} == {"model.rope", "model.convert", "model.hf"}
+
+
+def test_bash_reads_the_slurm_script():
+    subprocess.run(["bash", "-n", str(ROOT / "docs" / "slurm.sh")], check=True)
