@@ -11,7 +11,6 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import hydra
@@ -27,23 +26,12 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 
 from data import DataConfig, TokenFiles, absolute, draw_batch, get_tokenizer, prepare
 from eval import default_lengths, default_stride, log_curve
-from measure import Measurement, Report, Scoring, Text, measure, with_error
+from measure import Report, Scoring, Text, measure, with_error
 from model import GPT, GPTConfig
 from model.checkpoint import latest_checkpoint, load_state, load_weights, prune_checkpoints, save_checkpoint
-from runs.devices import autocast, device_name, peak_flops, pick_device, pick_precision, profiler, set_numerics
+from runs import devices, processes, tracking
 from runs.folder import MetricsFile, fix_scaling, log_file, provenance, read_run, resumed, start_from, write_run
-from runs.processes import (
-    Ranks,
-    Stop,
-    averaging,
-    errors_as_messages,
-    join_processes,
-    load_optimizer,
-    shard,
-    whole_state,
-)
 from runs.settings import TrainConfig, check_settings, checked
-from runs.tracking import finish_wandb, log_row, new_wandb_id, start_wandb, wandb_identity
 
 log = logging.getLogger("ropewalk")
 
@@ -63,10 +51,9 @@ def check_lengths(config: DictConfig, files: TokenFiles) -> list[int]:
             )
     lengths = default_lengths(train_length, [1, *config.val.multiples])
     fitting = [length for length in lengths if length < len(files.val)]
-    if fitting != lengths:
-        left_out = ", ".join(str(length) for length in lengths if length not in fitting)
+    if left_out := lengths[len(fitting) :]:
         log.warning("validation split of %d tokens: lengths %s are left out", len(files.val), left_out)
-    if config.val.stride is not None and config.val.stride > min(fitting):
+    if (config.val.stride or 1) > min(fitting):
         raise ValueError(f"val.stride={config.val.stride}: must be at most the shortest length, {min(fitting)}")
     return fitting
 
@@ -79,46 +66,16 @@ def lr_at(step: int, t: DictConfig) -> float:
     return t.lr * (t.min_lr_ratio + (1 - t.min_lr_ratio) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress))))
 
 
-def compare_compiled(
-    model: GPT, compiled: Callable, inputs: Tensor, targets: Tensor, context: contextlib.AbstractContextManager
-) -> bool:
-    """Whether loss and gradient norm of a batch, ids (B, T), agree within 2 % between a model and its compiled form.
-
-    If not, or where compiling fails, there is a warning. Gradients are cleared afterwards.
-    """
-    found = []
-    try:
-        for forward in (model, compiled):
-            with context:
-                loss = forward(inputs, targets=targets).mean()
-            loss.backward()
-            found.append(torch.stack([loss.detach(), clip_grad_norm_(model.parameters(), math.inf)]))
-            model.zero_grad(set_to_none=True)
-    except Exception as error:  # whatever a compiler or its tools happen to raise
-        log.warning("train.compile=auto: torch.compile failed (%s); training goes on without it", error)
-        model.zero_grad(set_to_none=True)
-        return False
-    (loss, norm), (other_loss, other_norm) = (values.tolist() for values in found)
-    agree = math.isclose(loss, other_loss, rel_tol=0.02) and math.isclose(norm, other_norm, rel_tol=0.02)
-    if not agree:
-        log.warning(
-            "train.compile=auto: the compiled model has loss %.4g and gradient norm %.4g on the first batch, the model "
-            "itself %.4g and %.4g; training goes on without torch.compile", other_loss, other_norm, loss, norm
-        )  # fmt: skip
-    return agree
-
-
 class Trainer:
     """One run: model, optimiser and data, from the step its last checkpoint was written at to max_steps."""
 
-    def __init__(self, config: DictConfig, gpt_config: GPTConfig, folder: Path, ranks: Ranks):
+    def __init__(self, config: DictConfig, gpt_config: GPTConfig, folder: Path, ranks: processes.Ranks):
         self.config, self.folder, self.ranks, t = config, folder, ranks, config.train
-        self.device = pick_device(config.device, ranks.local_rank)
-        self.precision = pick_precision(config.precision, self.device)
-        self.sharded = config.sharding == "fsdp"
-        set_numerics(t.tf32 and self.device.type == "cuda", config.deterministic)
-        if config.preset == "gpu" and self.device.type != "cuda":
-            log.warning("preset=gpu is meant for a CUDA device, and this run uses %s: expect days", self.device)
+        self.device = devices.pick_device(config.device, ranks.local_rank)
+        self.precision = devices.pick_precision(config.precision, self.device)
+        self.autocast = devices.autocast(self.device, self.precision)
+        self.sharded, self.step_tokens = config.sharding == "fsdp", t.batch_size * config.model.train_length
+        devices.set_numerics(t.tf32 and self.device.type == "cuda", config.deterministic)
         log.info("preset   %s", config.preset)
         log.info("device   %s, %s, %d process(es)", self.device, self.precision, ranks.world_size)
 
@@ -143,42 +100,36 @@ class Trainer:
             self.model = GPT(gpt_config)
             if config.init_from:
                 start_from(self.model, Path(config.init_from).expanduser())
-        c, of_scheme = self.model.config, sum(parameter.numel() for parameter in self.model.pos.parameters())
-        flops = self.model.flops_per_token(c.train_length)
+        c, flops = self.model.config, self.model.flops_per_token(config.model.train_length)
+        of_scheme = sum(parameter.numel() for parameter in self.model.pos.parameters())
         log.info(
             f"model    {c.pos['name']}: {self.model.num_parameters():,} parameters ({of_scheme:,} for positions), "
-            f"{c.n_layer} layers, {c.n_head} heads of {c.head_dim}, train length {c.train_length}, "
-            f"{flops / 1e6:.1f} MFLOP a token forward"
+            f"{c.n_layer} layers, {c.n_head} heads, train length {c.train_length}, {flops / 1e6:.1f} MFLOP a token"
         )
-        peak = peak_flops(self.device, t.peak_flops)
+        peak = devices.peak_flops(self.device, t.peak_flops)
         self.mfu_of_rate = peak and 3 * flops / (peak * ranks.world_size)  # the pass backward costs two passes forward
 
         if self.sharded:
-            shard(self.model, self.device, self.precision)
+            processes.shard(self.model, self.device, self.precision)
         self.model.to(self.device).train()
         groups = self.model.optimizer_groups(t.weight_decay)
         self.optimizer = torch.optim.AdamW(groups, lr=t.lr, betas=(t.beta1, t.beta2), fused=True)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.precision == "fp16")
         if state:
-            load_optimizer(self.model, self.optimizer, state["optimizer"], self.sharded)
+            processes.load_optimizer(self.model, self.optimizer, state["optimizer"], self.sharded)
             self.scaler.load_state_dict(state["scaler"])
         # Steps since the last row of metrics: (step, mean loss of the global batch, gradient norm), on the device.
-        self.pending = [
-            (step, *(torch.tensor(value, device=self.device) for value in values))
-            for step, *values in state.get("pending", [])
-        ]
+        pending = state.get("pending", [])  # those of a run that was stopped between two rows
+        self.pending = [(step, *torch.tensor(values, device=self.device)) for step, *values in pending]
         self.saved = state.get("step")  # the step of the last checkpoint
-        self.provenance = read_run(folder)[1] if config.resume else {"wandb_id": new_wandb_id()}
+        self.provenance = read_run(folder)[1] if config.resume else {"wandb_id": tracking.new_wandb_id()}
         self.forward = self._forward()
 
     def _check_resumable(self, weights: Path, state: dict) -> int:
         """The step of a checkpoint. ValueError where this run cannot go on from it."""
-        if state["fingerprint"] != self.files.fingerprint:
-            raise ValueError(
-                f"resume={self.folder}: was trained on data {state['fingerprint']}, but {self.files.meta['corpus']} is "
-                f"{self.files.fingerprint} here; going on would mix the two"
-            )
-        step, most = state["step"], self.config.train.max_steps
+        step, most, trained_on = state["step"], self.config.train.max_steps, state["fingerprint"]
+        if trained_on != self.files.fingerprint:
+            raise ValueError(f"resume={self.folder}: was trained on data {trained_on}, not {self.files.fingerprint}")
         if step > most:
             raise ValueError(f"resume={self.folder}: has {step} steps; raise train.max_steps={most}")
         log.info("resume   %s, step %d of %d", weights, step, most)
@@ -191,13 +142,11 @@ class Trainer:
             forward = torch.compile(self.model)
             if t.compile == "auto":
                 inputs, targets = (part[: t.micro_batch_size] for part in self._batch())
-                self.model.train(not self.model.config.dropout)  # dropout draws other numbers when compiled
-                agree = compare_compiled(self.model, forward, inputs, targets, self._autocast())
-                self.model.train()
+                agree = devices.compare_compiled(self.model, forward, inputs, targets, self.autocast)
                 forward = forward if self.ranks.share(agree) else self.model
         if self.ranks.world_size > 1 and not self.sharded:
-            devices = [self.device.index] if self.device.type == "cuda" else None
-            forward = torch.nn.parallel.DistributedDataParallel(forward, device_ids=devices)
+            of_rank = [self.device.index] if self.device.type == "cuda" else None
+            forward = torch.nn.parallel.DistributedDataParallel(forward, device_ids=of_rank)
         return forward
 
     def train(self) -> float:
@@ -207,15 +156,15 @@ class Trainer:
         """
         t, first = self.config.train, self.ranks.first
         with contextlib.ExitStack() as outputs:
-            self.stop = outputs.enter_context(Stop())
+            self.stop = outputs.enter_context(processes.Stop())
             if first:
                 self._open_outputs(outputs)
-            hidden = None if first else True  # None: where the output is no terminal
-            bar = tqdm(total=t.max_steps, initial=self.step, unit="step", smoothing=0.05, disable=hidden)
-            outputs.enter_context(bar)
+            how = {"unit": "step", "smoothing": 0.05, "disable": None if first else True}  # None: if no terminal
+            bar = outputs.enter_context(tqdm(total=t.max_steps, initial=self.step, **how))
             outputs.enter_context(logging_redirect_tqdm([logging.getLogger()]))
-            profiled = self.config.profile and first
-            profile = outputs.enter_context(profiler(self.folder, self.device)) if profiled else None
+            profile = (
+                self.config.profile and first and outputs.enter_context(devices.profiler(self.folder, self.device))
+            )
             # A checkpoint is written before its step is measured, so a resumed run measures first.
             nll = self._evaluate() if self.step and self._due(t.eval_every) else math.nan
             clock, counted = time.perf_counter(), self.step
@@ -229,7 +178,7 @@ class Trainer:
                 noted = measured or checkpoint or self.step % t.log_every == 0
                 if noted:
                     row = self._row()
-                    seconds, tokens = time.perf_counter() - clock, (self.step - counted) * self._tokens(1)
+                    seconds, tokens = time.perf_counter() - clock, (self.step - counted) * self.step_tokens
                     row["speed/tokens_per_second"] = rate = tokens / seconds
                     row["speed/mfu"] = self.mfu_of_rate and rate * self.mfu_of_rate
                     bar.set_postfix_str(f"loss {row['train/loss']:.3f}, {rate:,.0f} tokens/s", refresh=False)
@@ -255,12 +204,12 @@ class Trainer:
         parts = list(zip(inputs.split(micro), targets.split(micro), strict=True))
         loss = torch.zeros((), device=self.device)
         for i, (x, y) in enumerate(parts):
-            with averaging(self.forward, last=i == len(parts) - 1):
-                with self._autocast():
+            with processes.averaging(self.forward, last=i == len(parts) - 1):
+                with self.autocast:
                     nll = self.forward(x, targets=y)  # (micro, T)
                 # A part's share of the mean over the global batch: the parts add up to one big batch, whatever their
                 # number. The factor undoes the mean over processes.
-                part = nll.sum() / self._tokens(1)
+                part = nll.sum() / self.step_tokens
                 self.scaler.scale(part * self.ranks.world_size).backward()
             loss += part.detach()
         self.ranks.add_up(loss)
@@ -273,20 +222,17 @@ class Trainer:
 
     def _batch(self) -> tuple[Tensor, Tensor]:
         """Inputs and targets of the step at hand on the device, int64 (B, T), B this process' share of the batch."""
-        c, device = self.config, self.device
-        where = (c.seed, self.step, self.ranks.rank, self.ranks.world_size)
-        batch = draw_batch(self.files.train, c.model.train_length, c.train.batch_size, *where)
-        tensors = [torch.from_numpy(np.ascontiguousarray(array)) for array in batch]
-        if device.type == "cuda":
-            return tuple(tensor.pin_memory().to(device, non_blocking=True) for tensor in tensors)
-        return tuple(tensor.to(device) for tensor in tensors)
+        cuda, seed, length = self.device.type == "cuda", self.config.seed, self.config.model.train_length
+        where = (seed, self.step, self.ranks.rank, self.ranks.world_size)
+        batch = draw_batch(self.files.train, length, self.config.train.batch_size, *where)
+        tensors = (torch.from_numpy(np.ascontiguousarray(array)) for array in batch)
+        return tuple((part.pin_memory() if cuda else part).to(self.device, non_blocking=True) for part in tensors)
 
     def _row(self) -> dict:
         """A row of metrics of the steps since the last one."""
         steps, self.pending = self._finite_steps(), []
-        losses = [loss for _, loss, _ in steps]
-        lr = self.optimizer.param_groups[0]["lr"]
-        return {"train/loss": sum(losses) / len(losses), "train/lr": lr, "train/grad_norm": steps[-1][2]}
+        loss, lr = sum(loss for _, loss, _ in steps) / len(steps), self.optimizer.param_groups[0]["lr"]
+        return {"train/loss": loss, "train/lr": lr, "train/grad_norm": steps[-1][2]}
 
     def _finite_steps(self) -> list[tuple[int, float, float]]:
         """What is pending, as numbers. ValueError, naming the last good checkpoint, if any is not finite."""
@@ -310,8 +256,8 @@ class Trainer:
         scoring = Scoring(tuple(self.lengths), stride=stride, max_targets=c.val.max_targets)
         about = {"run": c.name, "folder": str(self.folder), "checkpoint": f"step_{self.step:06d}"}
         about |= {"precision": self.precision, "seed": c.seed}
-        with self._autocast():
-            (measurement,) = measure(self.model, self.text, scoring, about, self._stop_if_alone, self.ranks)
+        with self.autocast:  # measure() reports its progress in all processes at once
+            (measurement,) = measure(self.model, self.text, scoring, about, self._stop_if_asked, self.ranks)
         self.model.train()
         shown = ", ".join(f"{row['length']}: {with_error(row)}" for row in measurement.rows)
         log.info("step %d  validation perplexity at %s", self.step, shown)
@@ -320,22 +266,18 @@ class Trainer:
         rows = [row for row in measurement.rows if row["nll"] is not None]
         self._record(row | {f"val/perplexity_{row['length']}": row["perplexity"] for row in rows})
         if self.ranks.first and self.step == c.train.max_steps:
-            self._report(measurement)
+            report = Report([measurement])
+            report.write(self.folder, html=False)
+            log_curve(measurement.rows, "extrapolation/final", self._record, self.wandb)
+            log.info("%s", report.text())
         return at_train["nll"]
-
-    def _report(self, measurement: Measurement) -> None:
-        report = Report([measurement])
-        report.write(self.folder, html=False)
-        log_curve(measurement.rows, "extrapolation/final", self._record, self.wandb)
-        for line in report.text().splitlines():
-            log.info("%s", line)
 
     def _checkpoint(self) -> None:
         """Write what a later process needs to go on from here, unless that was done already."""
         if self.saved == self.step:
             return
         pending = self._finite_steps()  # weights that are not finite must not be kept
-        weights, optimizer = whole_state(self.model, self.optimizer, self.sharded)
+        weights, optimizer = processes.whole_state(self.model, self.optimizer, self.sharded)
         if self.ranks.first:
             state = {"step": self.step, "fingerprint": self.files.fingerprint, "pending": pending}
             state |= {"optimizer": optimizer, "scaler": self.scaler.state_dict()}
@@ -344,17 +286,12 @@ class Trainer:
             prune_checkpoints(self.folder, self.config.train.keep, self.step)
         self.saved = self.step
 
-    def _stop_if_asked(self) -> None:
+    def _stop_if_asked(self, _: int = 0) -> None:
         """Where any process has got a signal, all of them write a checkpoint of the last step and stop."""
         if signum := self.stop.asked(self.ranks):
             self._checkpoint()
             log.warning("stopped at step %d; to go on: python train.py resume=%s", self.step, self.folder)
             raise SystemExit(128 + signum)
-
-    def _stop_if_alone(self, tokens: int) -> None:
-        """In the middle of a measurement, whose parts several processes do not take in step."""
-        if self.ranks.world_size == 1:
-            self._stop_if_asked()
 
     def _open_outputs(self, outputs: contextlib.ExitStack) -> None:
         """config.yaml, metrics.jsonl and wandb, of the first process."""
@@ -362,7 +299,7 @@ class Trainer:
             raise ValueError(f"{self.folder}: holds a run already; resume= it, or choose another folder")
         for left in self.folder.glob(".*.tmp"):  # by a process that was killed
             left.unlink()
-        here = {**provenance(), "device": str(self.device), "device_name": device_name(self.device)}
+        here = {**provenance(), "device": str(self.device), "device_name": devices.device_name(self.device)}
         here |= {"threads": torch.get_num_threads(), "processes": self.ranks.world_size, "precision": self.precision}
         if self.config.resume:
             prune_checkpoints(self.folder, self.config.train.keep, self.step)
@@ -370,30 +307,19 @@ class Trainer:
         else:
             self.provenance |= {**here, "fingerprint": self.files.fingerprint}
         plain = write_run(self.folder, self.config, self.provenance)
-        self.metrics = MetricsFile(self.folder / "metrics.jsonl", self._is_kept)
-        wandb_id, identity = self.provenance["wandb_id"], wandb_identity(self.config)
-        self.wandb = start_wandb(self.config.wandb, self.folder, wandb_id, plain, **identity)
-        outputs.push(lambda kind, *_: finish_wandb(self.wandb, failed=kind is not None))
-
-    def _is_kept(self, row: dict) -> bool:
-        """Whether a row of metrics.jsonl was written before the checkpoint this run goes on from."""
-        again = self._due(self.config.train.eval_every) and "train/loss" not in row
-        return row["step"] < self.step or (row["step"] == self.step and not again)
+        self.metrics = MetricsFile(self.folder / "metrics.jsonl", self.step)
+        wandb_id, identity = self.provenance["wandb_id"], tracking.wandb_identity(self.config)
+        self.wandb = tracking.start_wandb(self.config.wandb, self.folder, wandb_id, plain, **identity)
+        outputs.push(lambda kind, *_: tracking.finish_wandb(self.wandb, failed=kind is not None))
 
     def _record(self, row: dict) -> None:
         if self.ranks.first:
-            row = {"step": self.step, "tokens": self._tokens(self.step), **row}
+            row = {"step": self.step, "tokens": self.step * self.step_tokens, **row}
             self.metrics.write(row)
-            self.wandb = log_row(self.wandb, row)
+            self.wandb = tracking.log_row(self.wandb, row)
 
     def _due(self, every: int) -> bool:
         return self.step % every == 0 or self.step == self.config.train.max_steps
-
-    def _tokens(self, steps: int) -> int:
-        return steps * self.config.train.batch_size * self.config.model.train_length
-
-    def _autocast(self) -> torch.autocast:
-        return autocast(self.device, self.precision)
 
 
 @hydra.main(version_base="1.3", config_path="configs", config_name="train")
@@ -401,16 +327,15 @@ def main(config: DictConfig) -> float:
     """One run; a sweeper gets its validation loss at the training length."""
     hydra_config = HydraConfig.get()
     folder = Path(hydra_config.runtime.output_dir)
-    with errors_as_messages(), contextlib.ExitStack() as outputs:
-        ranks = join_processes(config.device)
+    with processes.errors_as_messages(), contextlib.ExitStack() as outputs:
+        ranks = processes.join_processes(config.device)
         if ranks.first:
             outputs.enter_context(log_file(folder))
         config = checked(config, TrainConfig)
         if config.resume:
-            source = Path(config.resume).expanduser()
             config = resumed(config, list(hydra_config.overrides.task))
-            if ranks.first and source.resolve() != folder.resolve():
-                raise ValueError(f"hydra.run.dir={folder}: not with resume=, which goes on in {source}")
+            if ranks.first and Path(config.resume).expanduser().resolve() != folder.resolve():
+                raise ValueError(f"hydra.run.dir={folder}: not with resume=, which goes on in {config.resume}")
         else:
             fix_scaling(config)
             if experiment := hydra_config.runtime.choices.get("experiment"):

@@ -6,6 +6,7 @@ query sees the keys up to its own: with a cache there are fewer queries than key
 
 import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,58 +18,77 @@ BLOCK = 2**23  # numbers of a bias that exist at once, 32 MiB of float32; for 12
 CHUNK = 128  # tokens that linear attention treats as a small quadratic attention
 
 
-def causal_bias(q: Tensor, scheme: PositionScheme, positions: Tensor, key_positions: Tensor) -> Tensor:
-    """The scheme's bias, -inf at later keys: (1 or B, 1 or H, Tq, Tk) in q's dtype. Nothing else masks."""
-    later = key_positions > positions[:, None]
-    bias = scheme.bias(q, positions, key_positions) if scheme.biased else q.new_zeros((1, *later.shape))
-    bias = bias.to(q.dtype).masked_fill(later, -math.inf)
-    return bias if bias.ndim == 4 else bias[None]
+class View(NamedTuple):
+    """What the queries of a layer see, and what a scheme adds to it."""
+
+    scheme: PositionScheme
+    window: int | None = None  # a query sees itself and the window - 1 tokens before it; None: all before it
+    sinks: Tensor | None = None  # (H,): logits in the softmax's denominator whose value is 0 (gpt-oss, 2025)
+
+    def bias(self, q: Tensor, positions: Tensor, key_positions: Tensor) -> Tensor:
+        """The scheme's bias, -inf at keys not seen: (1 or B, 1 or H, Tq, Tk) in q's dtype. Nothing else masks.
+
+        With sinks (1 or B, H, Tq, 1 + Tk): the first column is theirs, for a key of zeros before the others.
+        """
+        hidden = key_positions > positions[:, None]
+        if self.window is not None:
+            hidden = hidden | (key_positions <= positions[:, None] - self.window)
+        scheme = self.scheme
+        bias = scheme.bias(q, positions, key_positions) if scheme.biased else q.new_zeros((1, *hidden.shape))
+        bias = bias.to(q.dtype).masked_fill(hidden, -math.inf)
+        bias = bias if bias.ndim == 4 else bias[None]
+        if self.sinks is None:
+            return bias
+        sinks = self.sinks.to(q.dtype)[None, :, None, None].expand(len(bias), -1, len(positions), 1)
+        return torch.cat((sinks, bias.expand(-1, q.shape[1], -1, -1)), dim=-1)
 
 
-def attention_weights(q: Tensor, k: Tensor, scheme: PositionScheme, positions: Tensor, key_positions: Tensor) -> Tensor:
-    """softmax(q kᵀ / √head_dim + bias), (B, H, Tq, Tk), 0 at later keys. q and k as rotated, with as many heads."""
+def attention_weights(q: Tensor, k: Tensor, view: View, positions: Tensor, key_positions: Tensor) -> Tensor:
+    """softmax(q kᵀ / √head_dim + bias), (B, H, Tq, Tk), 0 at keys not seen. q and k as rotated, with as many heads."""
     scores = (q / math.sqrt(q.shape[-1])) @ k.mT
-    return (scores + causal_bias(q, scheme, positions, key_positions)).softmax(dim=-1)
+    if view.sinks is not None:
+        scores = F.pad(scores, (1, 0))
+    weights = (scores + view.bias(q, positions, key_positions)).softmax(dim=-1)
+    return weights if view.sinks is None else weights[..., 1:]
 
 
 def softmax_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scheme: PositionScheme,
-    positions: Tensor,
-    key_positions: Tensor,
-    dropout: float = 0.0,
+    q: Tensor, k: Tensor, v: Tensor, view: View, positions: Tensor, key_positions: Tensor, dropout: float = 0.0
 ) -> Tensor:
     """softmax(q kᵀ / √head_dim + bias) v, (B, H, Tq, head_dim).
 
-    Where a scheme adds a bias this goes in blocks of queries, each up to the last key it sees, so that no whole bias
-    (H, Tq, Tk) exists at once.
+    Where there is more to add than the causal mask this goes in blocks of queries, each with the keys it sees, so that
+    no whole bias (H, Tq, Tk) exists at once.
     """
+    scheme, window, sinks = view
     H, Tq, Tk, grouped = q.shape[1], q.shape[2], k.shape[2], q.shape[1] != k.shape[1]
     # In bfloat16 a CPU trains three times as fast on plain products as on the fused kernel. They round the scores once
     # more, so passes without gradients, by which models are measured, keep the kernel.
     plain = scheme.weighs_values or (q.device.type == "cpu" and q.dtype == torch.bfloat16 and q.requires_grad)
-    if not scheme.biased and not plain:
+    if not (scheme.biased or window or sinks is not None or plain):
         # is_causal aligns its triangle with the first key; a chunk after cached tokens needs the mask written out.
-        mask = causal_bias(q, scheme, positions, key_positions) if 1 < Tq < Tk else None
+        mask = view.bias(q, positions, key_positions) if 1 < Tq < Tk else None
         causal = mask is None and Tq > 1
         return F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=causal, enable_gqa=grouped)
     if grouped and plain:
         k, v = (x.repeat_interleave(H // x.shape[1], dim=1) for x in (k, v))
     # Plain products form the weights of every sequence, about four such blocks at a time; larger ones are no faster.
     rows = min(256, max(16, BLOCK // (4 * len(q) * H * Tk))) if plain else max(16, BLOCK // (H * Tk))
+    rows = min(rows, max(16, window)) if window else rows  # most keys of a larger block are hidden
     outputs = []
     for start in range(0, Tq, rows):
-        block, seen = slice(start, start + rows), Tk - Tq + min(start + rows, Tq)
-        part, keys, values = q[:, :, block], k[:, :, :seen], v[:, :, :seen]
-        at = scheme, positions[block], key_positions[:seen]
+        block, past = slice(start, start + rows), Tk - Tq + start
+        seen = slice(max(0, past + 1 - window) if window else 0, past + min(rows, Tq - start))
+        part, keys, values = q[:, :, block], k[:, :, seen], v[:, :, seen]
+        at = view, positions[block], key_positions[seen]
         if plain:
             weights = F.dropout(attention_weights(part, keys, *at).to(v.dtype), dropout)
             output = weights @ values
             outputs.append(output + scheme.values(weights, *at[1:]) if scheme.weighs_values else output)
         else:
-            bias = causal_bias(part, *at)
+            bias = view.bias(part, *at[1:])
+            if sinks is not None:
+                keys, values = (F.pad(x, (0, 0, 1, 0)) for x in (keys, values))
             outputs.append(F.scaled_dot_product_attention(part, keys, values, bias, dropout, enable_gqa=grouped))
     return torch.cat(outputs, dim=2) if len(outputs) > 1 else outputs[0]
 

@@ -8,6 +8,8 @@ from model.checks import check_whole
 from model.positions import SCHEMES, build_scheme, check_scaling, complete_scheme
 
 ATTENTIONS = ("softmax", "linear")
+LAYERS = ("full", "window", "nope")
+QUERY_SCALES = (None, "log", "log_nope", "ssmax")
 
 
 @dataclass(frozen=True)
@@ -19,8 +21,15 @@ class GPTConfig:
     training, and the number of rows of a learned table. attention: softmax, or linear (Katharopoulos et al. 2020).
     pos: {"name": ..., its keys}; completed with the scheme's defaults. scaling: the same for a rotary frequency
     scaling, None for none; original_length: the length its formulas start from, where training under it went on at
-    another (None: train_length). Raises ValueError, naming the setting and what is allowed, for anything that cannot be
-    built.
+    another (None: train_length).
+
+    layers: what the attention of each layer sees, repeated over the depth: full (the scheme, all earlier tokens),
+    window (the scheme, a token itself and the window - 1 before it) or nope (no positions, all earlier tokens).
+    query_scale: None; log, queries grow with the logarithm of their position past train_length (Llama 4, 2025);
+    log_nope, in nope layers only, as there; ssmax, queries grow with the logarithm of the number of tokens seen, times
+    a learned factor a head (Nakanishi 2025). sinks: a learned logit a head in the softmax's denominator (gpt-oss, 2025).
+
+    Raises ValueError, naming the setting and what is allowed, for anything that cannot be built.
     """
 
     vocab_size: int
@@ -36,6 +45,10 @@ class GPTConfig:
     pos: dict = field(default_factory=lambda: {"name": "rope"})
     scaling: dict | None = None
     original_length: int | None = None
+    layers: list[str] = field(default_factory=lambda: ["full"])
+    window: int | None = None
+    query_scale: str | None = None
+    sinks: bool = False
 
     def __post_init__(self):
         for name, source in (("n_kv_head", "n_head"), ("original_length", "train_length")):
@@ -54,14 +67,16 @@ class GPTConfig:
                 "leave it out (null) or change the heads"
             )
         object.__setattr__(self, "width", width)
-        if type(self.bias) is not bool:
-            raise ValueError(f"model.bias={self.bias!r}: must be true or false")
+        for name in ("bias", "sinks"):
+            if type(getattr(self, name)) is not bool:
+                raise ValueError(f"model.{name}={getattr(self, name)!r}: must be true or false")
         if type(self.dropout) not in (int, float) or not 0 <= self.dropout < 1:
             raise ValueError(f"model.dropout={self.dropout!r}: must be a number from 0 to below 1")
         object.__setattr__(self, "pos", complete_scheme(self.pos))
         object.__setattr__(self, "scaling", check_scaling(self))
         if self.attention not in ATTENTIONS:
             raise ValueError(f"model.attention={self.attention!r}: known are {', '.join(ATTENTIONS)}")
+        self._check_layers()
         if self.attention == "linear" and SCHEMES[self.pos["name"]].biased:
             fitting = ", ".join(name for name, scheme in SCHEMES.items() if not scheme.biased)
             raise ValueError(
@@ -70,6 +85,27 @@ class GPTConfig:
             )
         with torch.device("meta"):
             build_scheme(self)  # which checks the ranges of its own keys
+
+    def _check_layers(self) -> None:
+        if not isinstance(self.layers, list | tuple) or not self.layers or not set(self.layers) <= set(LAYERS):
+            raise ValueError(f"model.layers={self.layers!r}: must be a list of {', '.join(LAYERS)}, one entry at least")
+        object.__setattr__(self, "layers", list(self.layers))
+        check_whole("model.window", self.window, optional=True)
+        if ("window" in self.layers) != (self.window is not None):
+            raise ValueError(
+                f"model.window={self.window}, model.layers={self.layers}: window layers need model.window, the number "
+                "of tokens they see, and without such layers it has no meaning"
+            )
+        if self.query_scale not in QUERY_SCALES:
+            known = ", ".join(map(str, QUERY_SCALES))
+            raise ValueError(f"model.query_scale={self.query_scale!r}: known are {known}")
+        if self.query_scale == "log_nope" and "nope" not in self.layers:
+            raise ValueError("model.query_scale=log_nope: needs nope in model.layers; use log for all layers")
+        if self.attention == "linear" and (set(self.layers) != {"full"} or self.query_scale or self.sinks):
+            raise ValueError(
+                "model.attention=linear: has no softmax; use it without model.layers, query_scale and sinks, or use "
+                "model.attention=softmax"
+            )
 
     @property
     def padded_vocab_size(self) -> int:

@@ -13,12 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model.attention import CHUNK, linear_attention, softmax_attention
+from model.attention import CHUNK, View, linear_attention, softmax_attention
 from model.cache import Cache
 from model.checks import check_tensor, check_whole
 from model.config import GPTConfig
 from model.linear import Linear, linear
-from model.positions import PositionScheme, build_scheme
+from model.positions import NOPE, PositionScheme, build_scheme
 from model.sampling import check_sampling, evaluating, sample
 
 
@@ -39,6 +39,15 @@ class Attention(nn.Module):
         super().__init__()
         self.layer, self.dropout, self.linear = layer, config.dropout, config.attention == "linear"
         self.n_head, self.n_kv_head, self.head_dim = config.n_head, config.n_kv_head, config.head_dim
+        kind = config.layers[layer % len(config.layers)]
+        self.nope, self.window = kind == "nope", config.window if kind == "window" else None
+        scales = config.query_scale == "log" or (config.query_scale == "log_nope" and self.nope)
+        self.log_scale = config.train_length if scales else None
+        # A factor of 1 on the queries that see train_length keys; parameters without a draw, so that all others are
+        # those of a model without them.
+        factor = 1 / math.log(max(2, config.train_length))
+        self.ssmax = nn.Parameter(torch.full((config.n_head,), factor)) if config.query_scale == "ssmax" else None
+        self.sinks = nn.Parameter(torch.zeros(config.n_head)) if config.sinks else None
         self.qkv = Linear(config.width, (config.n_head + 2 * config.n_kv_head) * config.head_dim, bias=config.bias)
         self.out = Linear(config.width, config.width, bias=config.bias)
 
@@ -50,11 +59,28 @@ class Attention(nn.Module):
         return F.dropout(self.out(y.transpose(1, 2).reshape(B, T, D)), self.dropout, self.training)
 
     def _softmax(self, qk: Tensor, v: Tensor, p: Pass) -> Tensor:
-        q, k = p.rotate(qk).split((self.n_head, self.n_kv_head), dim=1)
+        q, k = (qk if self.nope else p.rotate(qk)).split((self.n_head, self.n_kv_head), dim=1)
+        q = self._scale_queries(q, p.positions)
         if p.cache is not None:
             k, v = p.cache.append(self.layer, len(p.key_positions) - len(p.positions), k, v)
         dropout = self.dropout if self.training else 0.0
-        return softmax_attention(q, k, v, p.scheme, p.positions, p.key_positions, dropout)
+        return softmax_attention(q, k, v, self.view(p), p.positions, p.key_positions, dropout)
+
+    def view(self, p: Pass) -> View:
+        """What this layer's queries see."""
+        return View(NOPE if self.nope else p.scheme, self.window, self.sinks)
+
+    def _scale_queries(self, q: Tensor, positions: Tensor) -> Tensor:
+        """The queries (B, H, T, head_dim) times a factor that grows with the logarithm of their positions (T,)."""
+        if self.log_scale is None and self.ssmax is None:
+            return q
+        keys = positions.float() + 1  # seen by each query
+        if self.ssmax is not None:
+            keys = keys if self.window is None else keys.clamp(max=self.window)
+            factor = self.ssmax[:, None, None] * keys.log()[:, None]
+        else:  # Llama 4's attn_scale = 0.1, with its floor_scale = train_length
+            factor = 1 + 0.1 * (keys / self.log_scale).floor().log1p()[:, None]
+        return q * factor.to(q.dtype)
 
     def _linear(self, qk: Tensor, v: Tensor, p: Pass) -> Tensor:
         q, k = qk.split((self.n_head, self.n_kv_head), dim=1)

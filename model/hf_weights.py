@@ -85,6 +85,10 @@ def to_transformers(model: GPT, end_of_document: int | None = None) -> Any:
     c, library = model.config, transformers()
     if c.attention != "softmax":
         raise ValueError(f"model.attention={c.attention}: no model of transformers has it, only softmax is exported")
+    recipe = {"layers": ["full"], "query_scale": None, "sinks": False}
+    for name, value in recipe.items():
+        if (found := getattr(c, name)) != value:
+            raise ValueError(f"model.{name}={found}: the architectures that equal our blocks do not have it")
     if c.pos["name"] == "rope":
         model = convert_layout(model, "half")
         kind = "starcoder2" if model.pos.rotary_dim == c.head_dim else "gpt_neox"

@@ -90,6 +90,9 @@ class PositionScheme(nn.Module):
             )
 
 
+NOPE = PositionScheme(None)  # what layers without positions use, whatever the model's scheme
+
+
 class LearnedPositions(PositionScheme):
     """One learned vector a position, added to the token rows (Radford et al. 2019). The table ends at train_length."""
 
@@ -121,17 +124,21 @@ class RotaryPositions(PositionScheme):
 
     base: θ_i = base^(-2i / rotary width). layout: which dimensions form a plane, `half` (i, i + r/2) or
     `interleaved` (2i, 2i + 1). rotary_fraction: the first part of the head that turns; the rest is left alone, as in
-    GPT-NeoX. config.scaling, if any, changes the frequencies (model/scaling.py).
+    GPT-NeoX. turning: the fastest part of the planes that turns; the slowest stand still, with the exponents of the
+    whole width (p-RoPE; Barbero et al. 2024). config.scaling, if any, changes the frequencies (model/scaling.py).
     """
 
     rotates = True
 
-    def __init__(self, config, *, base: float = 10000.0, layout: str = "half", rotary_fraction: float = 1.0):
+    def __init__(
+        self, config, *, base: float = 10000.0, layout: str = "half", rotary_fraction: float = 1.0, turning: float = 1.0
+    ):
         super().__init__(config)
         if layout not in ("half", "interleaved"):
             raise ValueError(f"pos.layout={layout!r}: known layouts are half, interleaved")
-        if not 0 < rotary_fraction <= 1:
-            raise ValueError(f"pos.rotary_fraction={rotary_fraction}: must be above 0 and at most 1")
+        for name, value in (("rotary_fraction", rotary_fraction), ("turning", turning)):
+            if not 0 < value <= 1:
+                raise ValueError(f"pos.{name}={value}: must be above 0 and at most 1")
         self.rotary_dim = round(config.head_dim * rotary_fraction)
         if self.rotary_dim % 2 or self.rotary_dim == 0:
             raise ValueError(
@@ -139,7 +146,7 @@ class RotaryPositions(PositionScheme):
                 "dimensions: they turn in pairs, so it must be an even number of at least 2"
             )
         self.base, self.layout, self.scaling = base, layout, config.scaling
-        self.train_length = config.original_length
+        self.train_length, self.turning = config.original_length, int(turning * self.rotary_dim / 2)  # planes
         rope_frequencies(self.rotary_dim, base, config.scaling, self.train_length)  # checks them all
 
     def frequencies(self, length: int, device: torch.device | str = "cpu") -> tuple[Tensor, float]:
@@ -148,9 +155,11 @@ class RotaryPositions(PositionScheme):
         Computed anew each pass, on the device: as a buffer they would follow .bfloat16() and .half().
         """
         inv_freq = plain_frequencies(self.rotary_dim, self.base, device)
-        if self.scaling is None:
-            return inv_freq, 1.0
-        return scaled(inv_freq, self.base, self.scaling, self.train_length, length)
+        attention_scale = 1.0
+        if self.scaling is not None:
+            inv_freq, attention_scale = scaled(inv_freq, self.base, self.scaling, self.train_length, length)
+        inv_freq[self.turning :] = 0
+        return inv_freq, attention_scale
 
     def rotation(self, positions: Tensor, length: int) -> Callable[[Tensor], Tensor]:
         cos, sin = rotary_tables(positions, *self.frequencies(length, positions.device))
@@ -209,6 +218,48 @@ class T5Bias(PositionScheme):
         return self.table[self.bucket(distances)].T.float()
 
 
+class Kerple(PositionScheme):
+    """-r1 · log(1 + r2 · distance), two learned positive numbers a head (Chi et al. 2022, the logarithmic variant)."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.strength, self.rate = (nn.Parameter(torch.empty(config.n_head)) for _ in range(2))  # r1, r2
+
+    def reset_parameters(self) -> None:
+        nn.init.uniform_(self.strength, 0, 2)
+        nn.init.uniform_(self.rate, 0, 1)
+
+    def by_distance(self, distances: Tensor) -> Tensor:
+        strength, rate = (value.float().clamp(min=1e-2)[:, None] for value in (self.strength, self.rate))
+        return -strength * (rate * distances).log1p()
+
+
+class Fire(PositionScheme):
+    """A small network of the distance relative to the query's position (Li et al. 2024, equation 6).
+
+    bias = f(ψ(i - j) / ψ(max(i, L))) with ψ(x) = log(1 + |c| x): f has 32 hidden units, c and the threshold L are
+    learned. So distances are interpolated progressively: the farthest key is always at 1, past L.
+    """
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.hidden, self.out = nn.Linear(1, 32), nn.Linear(32, config.n_head)
+        self.rate, self.threshold = (nn.Parameter(torch.empty(())) for _ in range(2))
+        self.train_length = config.train_length
+
+    def reset_parameters(self) -> None:
+        self.hidden.reset_parameters()
+        self.out.reset_parameters()
+        nn.init.constant_(self.rate, 0.1)
+        nn.init.ones_(self.threshold)  # in training lengths
+
+    def bias(self, queries: Tensor, query_positions: Tensor, key_positions: Tensor) -> Tensor:
+        distance = (query_positions[:, None] - key_positions).clamp(min=0).to(self.rate.dtype)
+        longest = query_positions.to(self.rate.dtype).maximum(abs(self.threshold * self.train_length))
+        relative = (abs(self.rate) * distance).log1p() / (abs(self.rate) * longest[:, None]).log1p()
+        return self.out(self.hidden(relative[..., None]).relu()).permute(2, 0, 1)  # (H, Tq, Tk)
+
+
 class ShawRelative(PositionScheme):
     """Learned vectors for each clipped distance, added to keys and to values (Shaw et al. 2018, equations 3 to 5).
 
@@ -246,6 +297,8 @@ SCHEMES: dict[str, type[PositionScheme]] = {
     "none": PositionScheme,
     "alibi": ALiBi,
     "t5": T5Bias,
+    "kerple": Kerple,
+    "fire": Fire,
     "shaw": ShawRelative,
 }
 

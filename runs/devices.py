@@ -3,12 +3,18 @@
 import contextlib
 import ctypes
 import logging
+import math
 import os
 import platform
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from torch import Tensor
+from torch.nn.utils import clip_grad_norm_
+
+from model import GPT
 
 log = logging.getLogger("ropewalk")
 
@@ -31,16 +37,12 @@ def pick_device(name: str, local_rank: int = 0) -> torch.device:
     if not re.fullmatch(r"cuda(:\d\d?)?|mps|cpu", name):
         raise ValueError(f"device={name!r}: use auto, cuda, cuda:<number>, mps or cpu")
     device = torch.device(name)
-    found = {"cuda": torch.cuda.is_available, "mps": torch.backends.mps.is_available, "cpu": bool}
-    if device.type != "cpu" and not found[device.type]():
-        raise ValueError(f"device={name}: this torch finds no such device; use device=auto or device=cpu")
     if device.type == "cuda":
-        index = local_rank if device.index is None else device.index
-        if local_rank and device.index is not None:
-            raise ValueError(f"device={name}: each process of a machine takes a device of its own; use device=cuda")
-        if index >= torch.cuda.device_count():
-            raise ValueError(f"device=cuda:{index}: this machine has {torch.cuda.device_count()} CUDA devices")
-        device = torch.device("cuda", index)
+        device = torch.device("cuda", local_rank if device.index is None else device.index)
+    count = {"cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available()), "cpu": 1}[device.type]
+    if (device.index or 0) >= count:
+        raise ValueError(f"device={device}: this torch finds {count} devices of this type; use auto or cpu")
+    if device.type == "cuda":
         torch.cuda.set_device(device)
     elif device.type == "cpu":
         keep_memory()
@@ -122,3 +124,36 @@ def profiler(folder: Path, device: torch.device) -> torch.profiler.profile:
 
     schedule = torch.profiler.schedule(wait=1, warmup=1, active=3, repeat=1)
     return torch.profiler.profile(schedule=schedule, on_trace_ready=write, acc_events=True)
+
+
+def compare_compiled(
+    model: GPT, compiled: Callable, inputs: Tensor, targets: Tensor, context: contextlib.AbstractContextManager
+) -> bool:
+    """Whether loss and gradient norm of a batch, ids (B, T), agree within 2 % between a model and its compiled form.
+
+    If not, or where compiling fails, there is a warning. Gradients are cleared afterwards. Dropout is off meanwhile:
+    compiled, it draws other numbers.
+    """
+    found = []
+    model.train(not model.config.dropout)
+    try:
+        for forward in (model, compiled):
+            with context:
+                loss = forward(inputs, targets=targets).mean()
+            loss.backward()
+            found.append(torch.stack([loss.detach(), clip_grad_norm_(model.parameters(), math.inf)]))
+            model.zero_grad(set_to_none=True)
+    except Exception as error:  # whatever a compiler or its tools happen to raise
+        log.warning("train.compile=auto: torch.compile failed (%s); training goes on without it", error)
+        return False
+    finally:
+        model.zero_grad(set_to_none=True)
+        model.train()
+    (loss, norm), (other_loss, other_norm) = (values.tolist() for values in found)
+    agree = math.isclose(loss, other_loss, rel_tol=0.02) and math.isclose(norm, other_norm, rel_tol=0.02)
+    if not agree:
+        log.warning(
+            "train.compile=auto: the compiled model has loss %.4g and gradient norm %.4g on the first batch, the model "
+            "itself %.4g and %.4g; training goes on without torch.compile", other_loss, other_norm, loss, norm
+        )  # fmt: skip
+    return agree

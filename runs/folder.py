@@ -9,9 +9,9 @@ import platform
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
@@ -114,28 +114,18 @@ def start_from(model: GPT, source: Path) -> None:
 
 
 def provenance() -> dict:
-    """Where a number came from, as far as the program can know: what ran, and of which source."""
-    here = {"python": platform.python_version(), "machine": f"{platform.system()} {platform.machine()}"}
-    packages = dict.fromkeys(PACKAGES)
-    for name in PACKAGES:
-        with contextlib.suppress(PackageNotFoundError):
-            packages[name] = version(name)
-    return {"command": shlex.join(sys.argv), **here, "packages": packages, **_source()}
-
-
-def _source() -> dict:
-    """The commit of this checkout, and whether its files differ from it; None where git does not know."""
+    """Where a number came from: the command, the packages, and the commit of this checkout (None where not known)."""
 
     def git(*words: str) -> str:
         command = ["git", "--no-optional-locks", "-C", str(CHECKOUT), *words]
         return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
 
-    try:
+    here = {"command": shlex.join(sys.argv), "python": platform.python_version(), "machine": platform.platform()}
+    here |= {"packages": {name: version(name) for name in PACKAGES}, "commit": None, "dirty": None}
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
         if Path(git("rev-parse", "--show-toplevel")) == CHECKOUT.resolve():  # not a copy inside another checkout
-            return {"commit": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain"))}
-    except (OSError, subprocess.SubprocessError):
-        pass
-    return {"commit": None, "dirty": None}
+            here |= {"commit": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain"))}
+    return here
 
 
 @contextlib.contextmanager
@@ -157,23 +147,20 @@ def log_file(folder: Path) -> Iterator[None]:
                 folder.rmdir()
 
 
-def read_metrics(path: Path) -> list[dict]:
-    """The rows of a metrics.jsonl; the last line of a killed run may be half a line, and is left out."""
-    rows = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        with contextlib.suppress(ValueError):
-            rows.append(json.loads(line))
-    return rows
-
-
 class MetricsFile:
     """metrics.jsonl: one JSON object a line, each with its step, whatever wandb does."""
 
-    def __init__(self, path: Path, keep: Callable[[dict], bool]):
-        """Rows that a resumed run makes again, those it does not `keep`, are dropped."""
-        self.path = path
-        kept = [row for row in read_metrics(path) if keep(row)] if path.exists() else []
-        write_text(path, "".join(json.dumps(row) + "\n" for row in kept))
+    def __init__(self, path: Path, step: int = 0):
+        """What a run resumed after `step` makes again is dropped: later rows, and what was measured at that step.
+
+        So is half a line, which a killed process may leave at the end.
+        """
+        self.path, rows = path, []
+        for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+            with contextlib.suppress(ValueError):
+                rows.append(json.loads(line))
+        rows = [row for row in rows if row["step"] < step or (row["step"] == step and "train/loss" in row)]
+        write_text(path, "".join(json.dumps(row) + "\n" for row in rows))
 
     def write(self, row: dict) -> None:
         """Add a row, whole or not at all; null for what is not finite. OSError where the file cannot be written."""

@@ -17,7 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 from data import DataConfig, get_tokenizer
 from model import GPTConfig
 from model.checks import check_whole
-from runs.tracking import check_mode
+from runs.tracking import MODES
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 
@@ -150,13 +150,12 @@ def checked(config: DictConfig, schema: type) -> DictConfig:
 
 def check_settings(config: DictConfig, world_size: int = 1) -> GPTConfig:
     """The model that the settings describe. ValueError, naming the setting, for what is wrong with any of them."""
-    t, v = config.train, config.val
-    least = {"max_steps": 1, "batch_size": 1, "eval_every": 1, "checkpoint_every": 1, "log_every": 1, "keep": 1}
-    for key, low in {**least, "warmup_steps": 0}.items():
-        check_whole(f"train.{key}", t[key], low)
-    optional = {"train.micro_batch_size": t.micro_batch_size, "val.stride": v.stride, "val.max_targets": v.max_targets}
-    for key, value in optional.items():
-        check_whole(key, value, optional=True)
+    t, micro = config.train, config.train.micro_batch_size or 1
+    for key in ("max_steps", "batch_size", "eval_every", "checkpoint_every", "log_every", "keep"):
+        check_whole(f"train.{key}", t[key])
+    for key in ("train.micro_batch_size", "val.stride", "val.max_targets"):
+        check_whole(key, OmegaConf.select(config, key), optional=True)
+    check_whole("train.warmup_steps", t.warmup_steps, 0)
     check_whole("seed", config.seed, 0, 2**63 - 1)
     for key in ("lr", "grad_clip", "peak_flops"):
         if t[key] is not None and not 0 < t[key] < math.inf:
@@ -164,21 +163,18 @@ def check_settings(config: DictConfig, world_size: int = 1) -> GPTConfig:
     for key, below in {"weight_decay": math.inf, "min_lr_ratio": math.inf, "beta1": 1, "beta2": 1}.items():
         if not 0 <= t[key] < below:
             raise ValueError(f"train.{key}={t[key]}: must be at least 0, and below {below}")
-    if t.compile not in (True, False, "auto"):
-        raise ValueError(f"train.compile={t.compile!r}: use auto, true or false")
-    if config.sharding not in ("none", "fsdp"):
-        raise ValueError(f"sharding={config.sharding!r}: use none or fsdp")
+    known = {"train.compile": (True, False, "auto"), "sharding": ("none", "fsdp"), "wandb.mode": MODES}
+    for key, values in known.items():
+        if (found := OmegaConf.select(config, key)) not in values:
+            raise ValueError(f"{key}={found!r}: use {', '.join(map(str, values))}")
     if config.sharding == "fsdp" and t.compile is True:
         raise ValueError("sharding=fsdp: not with train.compile=true; use false, or sharding=none")
-    if config.profile and t.max_steps < 5:
-        raise ValueError(f"profile=true records steps 3 to 5, train.max_steps={t.max_steps}: must be at least 5")
-    if not v.multiples or not all(0 < multiple < math.inf for multiple in v.multiples):
-        raise ValueError(f"val.multiples={list(v.multiples)}: at least one, all finite and above 0")
-    if t.batch_size % (world_size * (t.micro_batch_size or 1)):
+    if not config.val.multiples or not all(0 < multiple < math.inf for multiple in config.val.multiples):
+        raise ValueError(f"val.multiples={list(config.val.multiples)}: at least one, all finite and above 0")
+    if t.batch_size % (world_size * micro):
         raise ValueError(
-            f"train.batch_size={t.batch_size}: must be a multiple of train.micro_batch_size={t.micro_batch_size} "
-            f"times the number of processes, {world_size}"
+            f"train.batch_size={t.batch_size}: must be a multiple of train.micro_batch_size={micro} times the number "
+            f"of processes, {world_size}"
         )
-    check_mode(config.wandb.mode)
     plain, vocab_size = OmegaConf.to_container(config), get_tokenizer(**config.tokenizer).vocab_size
     return GPTConfig.from_dict(plain["model"], vocab_size=vocab_size, pos=plain["pos"], scaling=plain["scaling"])

@@ -13,12 +13,6 @@ log = logging.getLogger("ropewalk")
 MODES = ("auto", "online", "offline", "disabled")
 
 
-def check_mode(mode: str) -> None:
-    """Raise ValueError for a wandb.mode that is not known."""
-    if mode not in MODES:
-        raise ValueError(f"wandb.mode={mode!r}: use {', '.join(MODES)}")
-
-
 def new_wandb_id() -> str:
     """The id of a new wandb run; in a wandb sweep, the id that its agent gives."""
     if os.environ.get("WANDB_SWEEP_ID") and os.environ.get("WANDB_RUN_ID"):
@@ -40,13 +34,14 @@ def start_wandb(
 ) -> Any:
     """Start the wandb run of this id, or continue it; its files lie in `wandb/` beside the run folder.
 
-    settings: mode and, optionally, project. Mode `auto` is what WANDB_MODE says, else online when logged in, else
-    offline; wandb never asks for an account. Where wandb cannot start online the run is offline, and where it cannot
-    start at all a disabled run, with one warning. init: more arguments of wandb.init.
+    settings: mode (one of MODES) and, optionally, project. `auto` is what WANDB_MODE says, else online when logged in,
+    else offline; wandb never asks for an account. Where wandb cannot start online the run is offline, and where it
+    cannot start at all a disabled run, with one warning. init: more arguments of wandb.init.
     """
+    if settings.mode not in MODES:
+        raise ValueError(f"wandb.mode={settings.mode!r}: use {', '.join(MODES)}")
     import wandb  # takes over half a second
 
-    check_mode(settings.mode)
     # A run that ends waits for a server 60 seconds; what is not sent by then stays in wandb's folder.
     quiet = wandb.Settings(silent=True, console="off", finish_timeout=60, disable_git=True)
     wandb.setup(wandb.Settings(silent=True))

@@ -8,7 +8,7 @@ from model.positions import SCHEMES
 
 # keys worth testing beside a scheme's defaults; a scheme that is not listed is tested with its defaults
 VARIANTS = {
-    "rope": [{}, {"layout": "interleaved"}, {"rotary_fraction": 0.5}, {"base": 500.0}],
+    "rope": [{}, {"layout": "interleaved"}, {"rotary_fraction": 0.5}, {"turning": 0.6, "base": 500.0}],
     "t5": [{}, {"buckets": 6, "max_distance": 20}],
     "shaw": [{}, {"max_distance": 3}],
 }

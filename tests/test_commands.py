@@ -134,6 +134,7 @@ def test_help_names_every_group_and_choice_and_only_settings_that_exist(tmp_path
             assert re.search(rf"\b{word}\b", done.stdout), word
 
 
+@pytest.mark.slow
 def test_a_run_trained_here_is_what_the_command_trains(corpus, tmp_path):
     run(tmp_path / "here", *TINY, *corpus)
     done = command("train.py", *TINY, *corpus, "hydra.run.dir=there", cwd=tmp_path)

@@ -90,7 +90,7 @@ def test_the_preset_follows_the_machine_and_the_groups_follow_the_preset(cuda, m
         ("train.grad_clip=0", r"train\.grad_clip=0"),
         ("train.peak_flops=inf", r"train\.peak_flops=inf"),
         ("train.compile=maybe", r"train\.compile"),
-        ("sharding=half", r"sharding='half': use none or fsdp"),
+        ("sharding=half", r"sharding='half': use none, fsdp"),
         ("wandb.mode=on", r"wandb\.mode='on'"),
         ("train.micro_batch_size=3", r"train\.batch_size=16.*multiple"),
         ("val.multiples=[]", r"val\.multiples"),

@@ -10,7 +10,7 @@ import torch
 
 import model.attention
 from model import GPTConfig
-from model.attention import attention_weights, linear_attention, softmax_attention
+from model.attention import View, attention_weights, linear_attention, softmax_attention
 from model.positions import SCHEMES
 from tests.helpers import ALL_SCHEMES, cached_logits, random_tokens, scheme_id, small_model
 
@@ -41,7 +41,7 @@ def test_attention_is_values_weighed_by_attention_weights(pos):
     """The fused kernel against the weights written out, a chunk of queries after earlier keys."""
     net = small_model(pos)
     q, k, v = (torch.randn(2, 4, length, 16, dtype=torch.float64) for length in (9, 30, 30))
-    at = net.pos, torch.arange(21, 30), torch.arange(30)
+    at = View(net.pos), torch.arange(21, 30), torch.arange(30)
     weights = attention_weights(q, k, *at)
     torch.testing.assert_close(weights.sum(dim=-1), torch.ones(2, 4, 9, dtype=torch.float64))
     assert not weights.masked_select(torch.arange(30) > torch.arange(21, 30)[:, None]).any()

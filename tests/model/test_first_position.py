@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import model.attention
-from model.positions import SCHEMES, PositionScheme
 from tests.helpers import ALL_SCHEMES, random_tokens, scheme_id, small_model
 
-RELATIVE = [pos for pos in ALL_SCHEMES if SCHEMES[pos["name"]].embed is PositionScheme.embed]
+ABSOLUTE = {"learned", "sinusoidal", "fire"}
+RELATIVE = [pos for pos in ALL_SCHEMES if pos["name"] not in ABSOLUTE]
 
 
 @pytest.mark.parametrize("block", [1, 2**23])
@@ -105,9 +105,3 @@ def test_a_cache_and_a_tables_end_are_refused():
     net(tokens, first_position=27)
     with pytest.raises(ValueError, match="position 32 is past the learned table"):
         net(tokens, first_position=28)
-
-
-def test_the_absolute_schemes_are_those_that_add_to_token_rows():
-    names = {pos["name"] for pos in RELATIVE}
-    assert {"rope", "none", "alibi", "t5", "shaw"} <= names
-    assert not names & {"learned", "sinusoidal"}

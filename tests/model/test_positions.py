@@ -217,5 +217,5 @@ def test_schemes_refuse(pos, words):
 
 
 def test_defaults_are_filled_in():
-    wanted = {"name": "rope", "base": 500.0, "layout": "half", "rotary_fraction": 1.0}
+    wanted = {"name": "rope", "base": 500.0, "layout": "half", "rotary_fraction": 1.0, "turning": 1.0}
     assert complete_scheme({"name": "rope", "base": 500}) == wanted
