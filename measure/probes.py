@@ -169,11 +169,10 @@ def attention_by_distance(model: GPT, tokens: Tensor | np.ndarray, length: int, 
 
 def _summed_weights(module: Attention, x: Tensor, p: Pass, bin_of: Tensor, bins: int) -> Tensor:
     """One layer's attention weights, summed over queries and the keys of a bin: float64 (H, bins) on the CPU."""
-    T, H, Hkv = x.shape[1], module.n_head, module.n_kv_head
-    heads = module.qkv(x).view(1, T, -1, module.head_dim).transpose(1, 2)[:, : H + Hkv]  # (1, H + Hkv, T, head_dim)
-    q, k = (heads if module.nope else p.rotate(heads)).split((H, Hkv), dim=1)
-    q, k, view = module._scale_queries(q, p.positions), k.repeat_interleave(H // Hkv, dim=1), module.view(p)
-    sums, rows = torch.zeros(H, bins, dtype=torch.float64), max(16, BLOCK // (H * T))
+    T, H = x.shape[1], module.n_head
+    q, k, _ = module.heads(x, p)
+    k = k.repeat_interleave(H // module.n_kv_head, dim=1)
+    view, sums, rows = module.view(p), torch.zeros(H, bins, dtype=torch.float64), max(16, BLOCK // (H * T))
     for start in range(0, T, rows):
         at, seen = p.positions[start : start + rows], p.key_positions[: start + rows]
         weights = attention_weights(q[:, :, start : start + rows], k[:, :, : start + rows], view, at, seen)[0]

@@ -52,15 +52,22 @@ class Attention(nn.Module):
         self.out = Linear(config.width, config.width, bias=config.bias)
 
     def forward(self, x: Tensor, p: Pass) -> Tensor:
-        B, T, D = x.shape
-        heads = self.qkv(x).view(B, T, -1, self.head_dim).transpose(1, 2)  # (B, H + 2 Hkv, T, head_dim)
-        qk, v = heads.split((self.n_head + self.n_kv_head, self.n_kv_head), dim=1)
-        y = self._linear(qk, v, p) if self.linear else self._softmax(qk, v, p)  # (B, H, T, head_dim)
-        return F.dropout(self.out(y.transpose(1, 2).reshape(B, T, D)), self.dropout, self.training)
+        q, k, v = self.heads(x, p)
+        y = self._linear(q, k, v, p) if self.linear else self._softmax(q, k, v, p)  # (B, H, T, head_dim)
+        return F.dropout(self.out(y.transpose(1, 2).reshape(x.shape)), self.dropout, self.training)
 
-    def _softmax(self, qk: Tensor, v: Tensor, p: Pass) -> Tensor:
-        q, k = (qk if self.nope else p.rotate(qk)).split((self.n_head, self.n_kv_head), dim=1)
-        q = self._scale_queries(q, p.positions)
+    def heads(self, x: Tensor, p: Pass) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries (B, H, T, head_dim), keys and values (B, Hkv, T, head_dim), as softmax attention takes them.
+
+        Linear attention turns them later, after its feature map.
+        """
+        heads = self.qkv(x).view(*x.shape[:2], -1, self.head_dim).transpose(1, 2)  # (B, H + 2 Hkv, T, head_dim)
+        qk, v = heads.split((self.n_head + self.n_kv_head, self.n_kv_head), dim=1)
+        qk = qk if self.linear or self.nope else p.rotate(qk)
+        q, k = qk.split((self.n_head, self.n_kv_head), dim=1)
+        return self._scale_queries(q, p.positions), k, v
+
+    def _softmax(self, q: Tensor, k: Tensor, v: Tensor, p: Pass) -> Tensor:
         if p.cache is not None:
             k, v = p.cache.append(self.layer, len(p.key_positions) - len(p.positions), k, v)
         dropout = self.dropout if self.training else 0.0
@@ -82,8 +89,7 @@ class Attention(nn.Module):
             factor = 1 + 0.1 * (keys / self.log_scale).floor().log1p()[:, None]
         return q * factor.to(q.dtype)
 
-    def _linear(self, qk: Tensor, v: Tensor, p: Pass) -> Tensor:
-        q, k = qk.split((self.n_head, self.n_kv_head), dim=1)
+    def _linear(self, q: Tensor, k: Tensor, v: Tensor, p: Pass) -> Tensor:
         k, v = (x.repeat_interleave(self.n_head // self.n_kv_head, dim=1) for x in (k, v))
         continues = p.cache is not None and len(p.positions) < len(p.key_positions)
         y, state = linear_attention(q, k, v, p.rotate, p.cache.states[self.layer] if continues else None)

@@ -15,6 +15,9 @@ VARIANTS = {
 ALL_SCHEMES = [{"name": name, **keys} for name in SCHEMES for keys in VARIANTS.get(name, [{}])]
 
 
+ABSOLUTE = {"learned", "sinusoidal", "fire"}  # schemes that do not go by distances alone
+
+
 def scheme_id(pos: dict) -> str:
     return "-".join(str(value) for value in pos.values())
 

@@ -12,8 +12,8 @@ import measure.probes
 from measure.plots import plot_attention, plot_recall
 from measure.probes import attention_by_distance, recall, shift
 from measure.windows import widening_edges
-from model.positions import SCHEMES, PositionScheme
-from tests.helpers import ALL_SCHEMES, random_tokens, scheme_id, small_model
+from model.positions import SCHEMES
+from tests.helpers import ABSOLUTE, ALL_SCHEMES, random_tokens, scheme_id, small_model
 
 STRING = 5
 PAST_THE_TABLE = dict.fromkeys(("nll", "stderr", "control_nll", "gain", "gain_stderr", "first_nll"))
@@ -152,7 +152,7 @@ def test_shift_moves_only_schemes_of_absolute_positions(pos, attention):
     rows = shift(model, random_tokens(model, 1, 300)[0], windows=5)
     assert rows[0]["max_change"] == rows[0]["difference"] == rows[0]["stderr"] == 0
     for row in rows[1:]:
-        if SCHEMES[pos["name"]].embed is not PositionScheme.embed:
+        if pos["name"] in ABSOLUTE:
             assert row["nll"] is None or row["max_change"] > 0.01
         elif pos["name"] == "fire":  # past a threshold its distances are measured by the query's own position
             assert rows[-1]["max_change"] > 0.001

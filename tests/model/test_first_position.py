@@ -6,9 +6,8 @@ import pytest
 import torch
 
 import model.attention
-from tests.helpers import ALL_SCHEMES, random_tokens, scheme_id, small_model
+from tests.helpers import ABSOLUTE, ALL_SCHEMES, random_tokens, scheme_id, small_model
 
-ABSOLUTE = {"learned", "sinusoidal", "fire"}
 RELATIVE = [pos for pos in ALL_SCHEMES if pos["name"] not in ABSOLUTE]
 
 
