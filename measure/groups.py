@@ -141,11 +141,11 @@ def of_metric(row: dict, metric: str) -> tuple[float | None, float | None]:
 
 
 def _crossing(lengths: Sequence[int], values: Sequence[float], level: float) -> float | None:
-    """Where values first rise above level, linear in the logarithm of the length; None where they do not."""
+    """Where values first rise above level, or are no numbers, linear in the logarithm of the length; None: nowhere."""
     for i in range(1, len(values)):
-        if values[i] > level:
+        if not values[i] <= level:
             share = (level - values[i - 1]) / (values[i] - values[i - 1])
-            return float(lengths[i - 1] * (lengths[i] / lengths[i - 1]) ** share)
+            return float(lengths[i - 1] * (lengths[i] / lengths[i - 1]) ** (share if math.isfinite(share) else 0))
     return None
 
 

@@ -29,8 +29,8 @@ img{max-width:100%;display:block;margin:1.5rem 0}pre{background:#f5f5f5;padding:
 SCRIPT = """
 for(const th of document.querySelectorAll("th"))th.onclick=()=>{
 const body=th.closest("table").tBodies[0],i=th.cellIndex,up=th.dataset.up=th.dataset.up==="1"?"0":"1";
-const key=r=>{const t=r.cells[i].textContent.replaceAll("\\u2212","-"),n=parseFloat(t.replaceAll(",",""));
-return isNaN(n)?t:n};
+const key=r=>{const t=r.cells[i].textContent.replace("\\u2265 ","").replaceAll("\\u2212","-");
+const n=parseFloat(t.replaceAll(",",""));return isNaN(n)?t:n};
 [...body.rows].sort((a,b)=>{const x=key(a),y=key(b);
 const c=typeof x===typeof y?(x<y?-1:x>y?1:0):(typeof x==="number"?-1:1);
 return up==="1"?c:-c}).forEach(r=>body.append(r))}

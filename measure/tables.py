@@ -136,7 +136,7 @@ def _value(row: dict, metric: str, show_error: bool = True) -> str:
 def _errors(groups: Sequence[Group], *meanings: str) -> str:
     """What the errors and intervals of a table are over, or why it has none."""
     sizes = sorted({len(group.members[0].counts) for group in groups} - {0})
-    if sizes and sizes[0] < ENOUGH_DOCUMENTS:
+    if not sizes or sizes[0] < ENOUGH_DOCUMENTS:
         return FEW_DOCUMENTS
     seeds = " and the seeds" if any(len(group.members) > 1 for group in groups) else ""
     return f"{', '.join(meanings)}, over {' or '.join(map(str, sizes))} documents{seeds}"

@@ -122,6 +122,8 @@ def test_the_usable_length_of_what_never_leaves_the_band_and_of_a_table():
     table = group(measurement(limit=64)).usable_length()
     assert (table["value"], table["note"], table["open"]) == (64, "table ends at 64", [])
     assert group(measurement(train_length=32)).usable_length() is None
+    diverged = group(measurement(nll=(1.0, 1.0, math.nan, math.nan))).usable_length()
+    assert (diverged["value"], diverged["open"]) == (96, [])
 
 
 @pytest.mark.slow

@@ -152,7 +152,9 @@ def test_shift_moves_only_schemes_of_absolute_positions(pos, attention):
     rows = shift(model, random_tokens(model, 1, 300)[0], windows=5)
     assert rows[0]["max_change"] == rows[0]["difference"] == rows[0]["stderr"] == 0
     for row in rows[1:]:
-        if pos["name"] in ABSOLUTE:
+        if pos["name"] == "fire":  # past a threshold its distances are measured by the query's own position
+            assert rows[-1]["max_change"] > 0.001
+        elif pos["name"] in ABSOLUTE:
             assert row["nll"] is None or row["max_change"] > 0.01
         else:
             assert row["max_change"] < 1e-4
@@ -237,6 +239,14 @@ def test_attention_weights_are_those_the_model_uses(pos, monkeypatch):
     torch.testing.assert_close(weights.sum(dim=-1), torch.ones(2, 2, 4, 21, dtype=torch.float64))
     expected = binned(weights, found["edges"])
     torch.testing.assert_close(torch.tensor(found["weights"], dtype=torch.float64), expected, rtol=0, atol=1e-9)
+
+
+def test_attention_weights_are_those_of_every_kind_of_layer():
+    kinds = {"layers": ["window", "nope"], "window": 5, "query_scale": "ssmax", "sinks": True}
+    model = small_model({"name": "rope"}, train_length=21, **kinds)
+    text = random_tokens(model, 1, 21)
+    found, weights = attention_by_distance(model, text[0], 21), weights_by_gradient(model, text)
+    torch.testing.assert_close(torch.tensor(found["weights"]).double(), binned(weights[None], found["edges"]))
 
 
 @pytest.mark.parametrize(

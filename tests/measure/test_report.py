@@ -89,13 +89,6 @@ def test_every_table_says_what_its_errors_are_or_why_it_has_none():
         assert ("seeds of alibi: 0 against 0, 1, 2 (not paired)" in table.note) == ("minus those of" in table.title)
 
 
-def test_tables_side_by_side_say_where_a_table_ends():
-    text = Report([measurement(), measurement("learned", limit=256)]).text()
-    learned = next(line for line in text.splitlines() if line.startswith("learned "))
-    assert learned.split()[-3:] == ["–", "256", "(table)"]
-    assert "learned: table ends at 256" in text
-
-
 def test_a_training_length_that_is_not_measured_is_named():
     report = Report([measurement("a"), measurement("b"), measurement("c", train_length=1024)])
     table = next(table for table in report.tables if "at the training length, on" in table.title)
