@@ -253,16 +253,17 @@ def evaluate_tasks(
     config: DictConfig, opened: list[Run], out: Path, device: torch.device, precision: str
 ) -> list[dict]:
     """Runs of data=task: exact match on the test strings of each run's own task."""
-    others = [run.settings.name for run in opened if not run.settings.task]
-    if others or config.lengths is not None:
-        found = f"runs={', '.join(others)}" if others else f"lengths={list(config.lengths)}"
-        raise ValueError(f"{found}: not with runs of data=task, which are measured on the ranges of their task.test")
+    of_text = [f"runs=[{run.settings.name}]" for run in opened if not run.settings.task]
+    of_text += [f"{key}={config[key]}" for key in ("lengths", "truncated", *PROBES, "sort", "reference") if config[key]]
+    if of_text:
+        raise ValueError(f"{of_text[0]}: not with runs of data=task, which are measured on their own task.test")
     planned, skipped = plan_runs(config, opened)
     answers = []
     for run in planned:
         with runs.autocast(device, precision):
             rows = evaluate_task(load_weights(run.checkpoint, device, run.scaling), task_of(run.settings))
-        about = {"run": run.label, "folder": str(run.folder), "checkpoint": run.checkpoint.stem}
+        about = {"run": run.label, "task": run.settings.task.name, "folder": str(run.folder)}
+        about |= {"checkpoint": run.checkpoint.stem, "pos": run.config.pos}
         answers.append(Answers(about | {"precision": precision, "seed": run.settings.seed, "key": run.key}, rows))
         with wandb_of(run, config) as wandb_run:
             stretched = "".join(f"_{word}" for word in scaling_words(run.scaling))

@@ -260,7 +260,7 @@ class Trainer:
             self._checkpoint()
         if self.ranks.first and (self.solved or self.step == self.config.train.max_steps):
             log_answers(rows, "extrapolation/final", self._record, self.wandb)
-            AnswerReport([Answers(about, rows)]).write(self.folder)
+            AnswerReport([Answers({"task": self.task.name, **about}, rows)]).write(self.folder)
         return 1 - right
 
     def _checkpoint(self) -> None:

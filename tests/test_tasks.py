@@ -1,6 +1,7 @@
 """Runs of data=task: training, exact match by length, resuming, decoding, and what eval.py makes of them."""
 
 import json
+import sys
 
 import pytest
 import torch
@@ -8,13 +9,13 @@ import torch
 import train
 from data import Task
 from data.tasks import PAD, SEPARATOR, TASKS, padded
-from eval import evaluate_task
+from eval import EvalConfig, evaluate_task, sample_text
 from measure.answers import wilson
 from model import GPT, load_run
 from model.positions import SCHEMES
 from runs.settings import check_settings, task_of
 from tests.helpers import small_model
-from tests.trained import composed, measure, metrics, run, same, weights
+from tests.trained import assert_near, command, composed, measure, metrics, run, same, weights
 
 SMALL = [
     "data=task", "task=copy", "model.n_layer=1", "model.n_head=2", "model.head_dim=8", "task.train_max=6",
@@ -75,6 +76,16 @@ def test_an_interrupted_run_goes_on_bit_for_bit(tmp_path, monkeypatch):
     run(tmp_path / "parts", *settings, resume=True)
     assert same(weights(tmp_path / "parts"), weights(tmp_path / "whole"))
     assert metrics(tmp_path / "parts") == metrics(tmp_path / "whole")
+
+
+def test_two_processes_train_what_one_trains(tmp_path):
+    """Answers of the two halves of a batch differ in length: the mean is over all of them."""
+    settings = [*SMALL, "task=addition", "task.train_max=9", "pos=learned", "task.random_offset=true"]
+    run(tmp_path / "one", *settings)
+    launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    done = command("train.py", *settings, "hydra.run.dir=two", cwd=tmp_path, launcher=launcher)
+    assert done.returncode == 0, done.stderr
+    assert_near(tmp_path / "two", tmp_path / "one", rel=1e-3)
 
 
 def test_training_stops_at_an_exact_match(tmp_path):
@@ -167,7 +178,11 @@ def test_what_does_not_fit_tasks_is_refused_by_name(two_runs, tmp_path):
     run(tmp_path / "run", *SMALL, "train.max_steps=1")
     with pytest.raises(ValueError, match=r"lengths=\[5\]: not with runs of data=task"):
         measure(f"runs={tmp_path / 'run'}", "lengths=[5]")
-    with pytest.raises(ValueError, match=r"runs=rope_16_seed0: not with runs of data=task"):
+    with pytest.raises(ValueError, match=r"recall=True: not with runs of data=task"):
+        measure(f"runs={tmp_path / 'run'}", "recall=true")
+    with pytest.raises(ValueError, match=r"task=sample: .* whose strings are no text"):
+        sample_text(composed(f"runs={tmp_path / 'run'}", "device=cpu", name="eval", schema=EvalConfig))
+    with pytest.raises(ValueError, match=r"runs=\[rope_16_seed0\]: not with runs of data=task"):
         measure(f"runs=[{tmp_path / 'run'},{two_runs / 'rope'}]")
     with pytest.raises(ValueError, match=r"model\.train_length=99: leave it out"):
         check_settings(composed(*SMALL, "model.train_length=99"))
