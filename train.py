@@ -24,34 +24,18 @@ from torch.nn.utils import clip_grad_norm_
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
-from data import DataConfig, TokenFiles, absolute, draw_batch, get_tokenizer, prepare
+from data import DataConfig, absolute, draw_batch, draw_positions, get_tokenizer, prepare
 from eval import default_lengths, default_stride, log_curve
 from measure import Report, Scoring, Text, measure, with_error
 from model import GPT, GPTConfig
 from model.checkpoint import latest_checkpoint, load_state, load_weights, prune_checkpoints, save_checkpoint
 from runs import devices, processes, tracking
-from runs.folder import MetricsFile, fix_scaling, log_file, provenance, read_run, resumed, start_from, write_run
-from runs.settings import TrainConfig, check_settings, checked
+from runs import folder as run_folder
+from runs.settings import TrainConfig, check_settings, checked, fitting_lengths
 
 log = logging.getLogger("ropewalk")
 
 ConfigStore.instance().store(name="train_schema", node=TrainConfig)
-
-
-def check_lengths(config: DictConfig, files: TokenFiles) -> list[int]:
-    """The lengths to evaluate. ValueError where a split is shorter than a training window; longer ones are left out."""
-    train_length = config.model.train_length
-    for split, tokens in (("training", files.train), ("validation", files.val)):
-        if len(tokens) < train_length + 1:
-            raise ValueError(
-                f"model.train_length={train_length}: a window and its target do not fit into the {split} split of "
-                f"{files.meta['corpus']}, which has {len(tokens)} tokens; use a shorter one or more text"
-            )
-    lengths = default_lengths(train_length, [1, *config.val.multiples])
-    fitting = [length for length in lengths if length < len(files.val)]
-    if left_out := lengths[len(fitting) :]:
-        log.warning("validation split of %d tokens: lengths %s are left out", len(files.val), left_out)
-    return fitting
 
 
 def lr_at(step: int, t: DictConfig) -> float:
@@ -72,8 +56,9 @@ class Trainer:
         self.autocast = devices.autocast(self.device, self.precision)
         self.sharded, self.step_tokens = config.sharding == "fsdp", t.batch_size * config.model.train_length
         devices.set_numerics(t.tf32 and self.device.type == "cuda", config.deterministic)
-        log.info("preset   %s", config.preset)
-        log.info("device   %s, %s, %d process(es)", self.device, self.precision, ranks.world_size)
+        log.info(
+            "device   %s, %s, %d process(es), preset=%s", self.device, self.precision, ranks.world_size, config.preset
+        )
 
         tokenizer, data_config = get_tokenizer(**config.tokenizer), DataConfig(**config.data)
         self.files = ranks.in_turn(lambda: prepare(data_config, tokenizer, say=log.info))
@@ -84,7 +69,8 @@ class Trainer:
         )
         about = {"corpus": corpus, "fingerprint": self.files.fingerprint, "tokenizer": tokenizer.name}
         self.text = Text(self.files.val, self.files.val_offsets, tokenizer.bytes_per_token, about)
-        lengths, v = check_lengths(config, self.files), config.val
+        v, wanted = config.val, default_lengths(config.model.train_length, [1, *config.val.multiples])
+        lengths = fitting_lengths(wanted, config.model.train_length, self.files)
         stride = v.stride or default_stride(config.model.train_length, lengths)
         self.scoring = Scoring(tuple(lengths), stride=stride, max_targets=v.max_targets)
         self.scoring.pieces(self.text)  # refuses what does not fit the text
@@ -98,7 +84,7 @@ class Trainer:
             torch.manual_seed(config.seed)
             self.model = GPT(gpt_config)
             if config.init_from:
-                start_from(self.model, Path(config.init_from).expanduser())
+                run_folder.start_from(self.model, Path(config.init_from).expanduser())
         c, flops = self.model.config, self.model.flops_per_token(config.model.train_length)
         of_scheme = sum(parameter.numel() for parameter in self.model.pos.parameters())
         log.info(
@@ -121,7 +107,7 @@ class Trainer:
         pending = state.get("pending", [])  # those of a run that was stopped between two rows
         self.pending = [(step, *torch.tensor(values, device=self.device)) for step, *values in pending]
         self.saved = state.get("step")  # the step of the last checkpoint
-        self.provenance = read_run(folder)[1] if config.resume else {"wandb_id": tracking.new_wandb_id()}
+        self.provenance = run_folder.read_run(folder)[1] if config.resume else {"wandb_id": tracking.new_wandb_id()}
         self.forward = self._forward()
 
     def _check_resumable(self, weights: Path, state: dict) -> int:
@@ -162,11 +148,11 @@ class Trainer:
             bar = outputs.enter_context(tqdm(total=t.max_steps, initial=self.step, **how))
             outputs.enter_context(logging_redirect_tqdm([logging.getLogger()]))
             profile = (
-                self.config.profile and first and outputs.enter_context(devices.profiler(self.folder, self.device))
+                first and self.config.profile and outputs.enter_context(devices.profiler(self.folder, self.device))
             )
             # A checkpoint is written before its step is measured, so a resumed run measures first.
             nll = self._evaluate() if self.step and self._due(t.eval_every) else math.nan
-            clock, counted = time.perf_counter(), self.step
+            clock, counted, began = time.perf_counter(), self.step, self.step
             while self.step < t.max_steps:
                 self._update()
                 self.step += 1
@@ -181,6 +167,9 @@ class Trainer:
                     row["speed/tokens_per_second"] = rate = tokens / seconds
                     row["speed/mfu"] = self.mfu_of_rate and rate * self.mfu_of_rate
                     bar.set_postfix_str(f"loss {row['train/loss']:.3f}, {rate:,.0f} tokens/s", refresh=False)
+                    if counted == began:
+                        left = (t.max_steps - self.step) * self.step_tokens / rate
+                        log.info("time     about %s of training on this machine", run_folder.in_words(left))
                     self._record(row)
                 if checkpoint:
                     self._checkpoint()
@@ -199,13 +188,15 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = lr_at(self.step, t)
         inputs, targets = self._batch()
+        positions = draw_positions(inputs.shape[1], t.position_range, c.seed, self.step)
+        positions = None if positions is None else torch.from_numpy(positions).to(self.device)
         micro = t.micro_batch_size or len(inputs)
         parts = list(zip(inputs.split(micro), targets.split(micro), strict=True))
         loss = torch.zeros((), device=self.device)
         for i, (x, y) in enumerate(parts):
             with processes.averaging(self.forward, last=i == len(parts) - 1):
                 with self.autocast:
-                    nll = self.forward(x, targets=y)  # (micro, T)
+                    nll = self.forward(x, targets=y, positions=positions)  # (micro, T)
                 # A part's share of the mean over the global batch: the parts add up to one big batch, whatever their
                 # number. The factor undoes the mean over processes.
                 part = nll.sum() / self.step_tokens
@@ -266,7 +257,9 @@ class Trainer:
             report = Report([measurement])
             report.write(self.folder, html=False)
             log_curve(measurement.rows, "extrapolation/final", self._record, self.wandb)
-            log.info("%s", report.text())
+            log.info(
+                "%s\n\n%s", report.text(), run_folder.next_commands(self.folder, c.pos.name, c.wandb.mode != "disabled")
+            )
         return at_train["nll"]
 
     def _checkpoint(self) -> None:
@@ -296,15 +289,15 @@ class Trainer:
             raise ValueError(f"{self.folder}: holds a run already; resume= it, or choose another folder")
         for left in self.folder.glob(".*.tmp"):  # by a process that was killed
             left.unlink()
-        here = {**provenance(), "device": str(self.device), "device_name": devices.device_name(self.device)}
+        here = {**run_folder.provenance(), "device": str(self.device), "device_name": devices.device_name(self.device)}
         here |= {"threads": torch.get_num_threads(), "processes": self.ranks.world_size, "precision": self.precision}
         if self.config.resume:
             prune_checkpoints(self.folder, self.config.train.keep, self.step)
             self.provenance["resumed"] = [*self.provenance.get("resumed", []), here]
         else:
             self.provenance |= {**here, "fingerprint": self.files.fingerprint}
-        plain = write_run(self.folder, self.config, self.provenance)
-        self.metrics = MetricsFile(self.folder / "metrics.jsonl", self.step)
+        plain = run_folder.write_run(self.folder, self.config, self.provenance)
+        self.metrics = run_folder.MetricsFile(self.folder / "metrics.jsonl", self.step)
         wandb_id, identity = self.provenance["wandb_id"], tracking.wandb_identity(self.config)
         self.wandb = tracking.start_wandb(self.config.wandb, self.folder, wandb_id, plain, **identity)
         outputs.push(lambda kind, *_: tracking.finish_wandb(self.wandb, failed=kind is not None))
@@ -327,14 +320,14 @@ def main(config: DictConfig) -> float:
     with processes.errors_as_messages(), contextlib.ExitStack() as outputs:
         ranks = processes.join_processes(config.device)
         if ranks.first:
-            outputs.enter_context(log_file(folder))
+            outputs.enter_context(run_folder.log_file(folder))
         config = checked(config, TrainConfig)
         if config.resume:
-            config = resumed(config, list(hydra_config.overrides.task))
+            config = run_folder.resumed(config, list(hydra_config.overrides.task))
             if ranks.first and Path(config.resume).expanduser().resolve() != folder.resolve():
                 raise ValueError(f"hydra.run.dir={folder}: not with resume=, which goes on in {config.resume}")
         else:
-            fix_scaling(config)
+            run_folder.fix_scaling(config)
             if experiment := hydra_config.runtime.choices.get("experiment"):
                 config.wandb.tags.append(f"experiment={experiment}")
         config.data = absolute(DataConfig(**config.data))

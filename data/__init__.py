@@ -1,6 +1,6 @@
 """Text to batches: corpora (through `datasets`), tokenizers (through `tiktoken`), token files, batches."""
 
-from data.batches import draw_batch, window_starts
+from data.batches import draw_batch, draw_positions, window_starts
 from data.corpora import DataConfig, absolute
 from data.tokenizers import Tokenizer, get_tokenizer
 from data.tokens import TokenFiles, prepare
@@ -11,6 +11,7 @@ __all__ = [
     "Tokenizer",
     "absolute",
     "draw_batch",
+    "draw_positions",
     "get_tokenizer",
     "prepare",
     "window_starts",

@@ -1,6 +1,7 @@
 """Settings of a training: what there is, of what type, and what is refused before any work is done."""
 
 import itertools
+import logging
 import math
 import os
 import re
@@ -14,12 +15,14 @@ from hydra.experimental.callback import Callback
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from data import DataConfig, get_tokenizer
+from data import DataConfig, TokenFiles, get_tokenizer
 from model import GPTConfig
 from model.checks import check_whole
 from runs.tracking import MODES
 
 CONFIGS = Path(__file__).parents[1] / "configs"
+
+log = logging.getLogger("ropewalk")
 
 
 @dataclass
@@ -42,6 +45,7 @@ class TrainSettings:
     beta1: float = MISSING
     beta2: float = MISSING
     grad_clip: float = MISSING
+    position_range: float = 1.0
     compile: Any = "auto"
     tf32: bool = True
     peak_flops: float | None = None
@@ -178,3 +182,17 @@ def check_settings(config: DictConfig, world_size: int = 1) -> GPTConfig:
         )
     plain, vocab_size = OmegaConf.to_container(config), get_tokenizer(**config.tokenizer).vocab_size
     return GPTConfig.from_dict(plain["model"], vocab_size=vocab_size, pos=plain["pos"], scaling=plain["scaling"])
+
+
+def fitting_lengths(lengths: list[int], train_length: int, files: TokenFiles) -> list[int]:
+    """The lengths that the validation text holds. ValueError where a split is shorter than a training window."""
+    if min(len(files.train), len(files.val)) <= train_length:
+        raise ValueError(
+            f"model.train_length={train_length}: a window and its target do not fit into the {len(files.train)} "
+            f"training and the {len(files.val)} validation tokens of {files.meta['corpus']}; use a shorter one or more "
+            "text"
+        )
+    fitting = [length for length in lengths if length < len(files.val)]
+    if left_out := lengths[len(fitting) :]:
+        log.warning("validation split of %d tokens: lengths %s are left out", len(files.val), left_out)
+    return fitting
