@@ -35,8 +35,6 @@ from runs.settings import TrainConfig, check_settings, checked
 
 log = logging.getLogger("ropewalk")
 
-COMPILED = ("cuda",)  # devices on which train.compile=auto compiles
-
 ConfigStore.instance().store(name="train_schema", node=TrainConfig)
 
 
@@ -53,8 +51,6 @@ def check_lengths(config: DictConfig, files: TokenFiles) -> list[int]:
     fitting = [length for length in lengths if length < len(files.val)]
     if left_out := lengths[len(fitting) :]:
         log.warning("validation split of %d tokens: lengths %s are left out", len(files.val), left_out)
-    if (config.val.stride or 1) > min(fitting):
-        raise ValueError(f"val.stride={config.val.stride}: must be at most the shortest length, {min(fitting)}")
     return fitting
 
 
@@ -88,7 +84,10 @@ class Trainer:
         )
         about = {"corpus": corpus, "fingerprint": self.files.fingerprint, "tokenizer": tokenizer.name}
         self.text = Text(self.files.val, self.files.val_offsets, tokenizer.bytes_per_token, about)
-        self.lengths = check_lengths(config, self.files)
+        lengths, v = check_lengths(config, self.files), config.val
+        stride = v.stride or default_stride(config.model.train_length, lengths)
+        self.scoring = Scoring(tuple(lengths), stride=stride, max_targets=v.max_targets)
+        self.scoring.pieces(self.text)  # refuses what does not fit the text
 
         self.step, state = 0, {}
         if config.resume:
@@ -138,7 +137,7 @@ class Trainer:
     def _forward(self) -> nn.Module:
         """The model as it is called in training: compiled, and averaging gradients over the processes."""
         t, forward = self.config.train, self.model
-        if t.compile is True or (t.compile == "auto" and self.device.type in COMPILED and not self.sharded):
+        if t.compile is True or (t.compile == "auto" and self.device.type in devices.COMPILED and not self.sharded):
             forward = torch.compile(self.model)
             if t.compile == "auto":
                 inputs, targets = (part[: t.micro_batch_size] for part in self._batch())
@@ -252,12 +251,10 @@ class Trainer:
     def _evaluate(self) -> float:
         """Validation loss at the training length, recorded for all lengths; after the last step it is the report."""
         c = self.config
-        stride = c.val.stride or default_stride(c.model.train_length, self.lengths)
-        scoring = Scoring(tuple(self.lengths), stride=stride, max_targets=c.val.max_targets)
         about = {"run": c.name, "folder": str(self.folder), "checkpoint": f"step_{self.step:06d}"}
         about |= {"precision": self.precision, "seed": c.seed}
         with self.autocast:  # measure() reports its progress in all processes at once
-            (measurement,) = measure(self.model, self.text, scoring, about, self._stop_if_asked, self.ranks)
+            (measurement,) = measure(self.model, self.text, self.scoring, about, self._stop_if_asked, self.ranks)
         self.model.train()
         shown = ", ".join(f"{row['length']}: {with_error(row)}" for row in measurement.rows)
         log.info("step %d  validation perplexity at %s", self.step, shown)

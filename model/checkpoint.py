@@ -159,8 +159,8 @@ def prune_checkpoints(run: Path, keep: int, step: int) -> None:
     """
     kept = [number for path in checkpoints(run) if (number := step_of(path)) <= step][-keep:]
     for path in (Path(run) / "checkpoint").iterdir():
-        if path.name.startswith(".") or (path.name.startswith("step_") and step_of(path) not in kept):
-            path.unlink(missing_ok=True)
+        if path.is_file() and (path.name[0] == "." or (path.name.startswith("step_") and step_of(path) not in kept)):
+            path.unlink()
 
 
 def read_config(path: Path) -> GPTConfig:

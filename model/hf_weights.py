@@ -159,6 +159,10 @@ def _rope_parameters(model: GPT) -> dict:
     if int(c.head_dim * fraction) < width:  # they round down
         fraction = math.nextafter(fraction, 1.0)
     partial = {} if width == c.head_dim else {"partial_rotary_factor": fraction}
+    if (turning := c.pos["turning"]) < 1:
+        if scaling or partial:
+            raise ValueError(f"pos.turning={turning}: is exported without scaling= and pos.rotary_fraction only")
+        return {"rope_type": "proportional", "rope_theta": base, "partial_rotary_factor": turning}
     if scaling is None:
         return {"rope_type": "default", "rope_theta": base, **partial}
     name, factor = scaling["name"], scaling["factor"]
@@ -258,6 +262,8 @@ def _our_config(model: Any, state: dict) -> GPTConfig:
     fraction = 2 * len(rotary.inv_freq) / shape["head_dim"]
     pos = {"name": "rope", "base": float(parameters["rope_theta"]), "rotary_fraction": fraction}
     name = parameters["rope_type"]
+    if name == "proportional":
+        return GPTConfig(**shape, pos=pos | {"turning": parameters["partial_rotary_factor"]})
     if name == "default":
         return GPTConfig(**shape, pos=pos)
     if name not in SCALING_KEYS:

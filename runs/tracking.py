@@ -44,7 +44,6 @@ def start_wandb(
 
     # A run that ends waits for a server 60 seconds; what is not sent by then stays in wandb's folder.
     quiet = wandb.Settings(silent=True, console="off", finish_timeout=60, disable_git=True)
-    wandb.setup(wandb.Settings(silent=True))
     mode = os.environ.get("WANDB_MODE", "auto") if settings.mode == "auto" else settings.mode
     if mode == "auto":
         mode = "online" if wandb.login(prompt=False, verify=False) else "offline"

@@ -10,7 +10,6 @@ for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_IDENTITY_TOKEN_FILE"):
     os.environ.pop(name, None)
 
 import json  # noqa: E402 (after the environment: libraries read it on import)
-import shutil  # noqa: E402
 
 import pytest  # noqa: E402
 
@@ -44,15 +43,3 @@ def two_runs(corpus, tmp_path_factory):
     for pos in ("learned", "rope"):
         run(root / pos, *TINY, *corpus, f"pos={pos}")
     return root
-
-
-@pytest.fixture
-def stranger(two_runs, tmp_path):
-    """A run folder to be prepared for an attack, and beside it a canary with a secret in it."""
-    from tests.strangers import SECRET
-
-    shutil.copytree(two_runs / "rope", tmp_path / "stranger")
-    for path in (tmp_path / "stranger" / "checkpoint").glob("*.sha256"):
-        path.unlink()  # a stranger would write others
-    (tmp_path / "canary").write_text(SECRET)
-    return tmp_path / "stranger"

@@ -14,7 +14,7 @@ def test_one_command_makes_one_run_folder(corpus, tmp_path):
     words = [*TINY[:-1], *corpus, "name='lr=${train.lr}, {a}'"]
     done = command("train.py", *words, cwd=tmp_path, PYTHONIOENCODING="ascii")
     assert done.returncode == 0, done.stderr
-    (folder,) = tmp_path.glob("outputs/*_lr_0.002_a_")
+    (folder,) = tmp_path.glob("outputs/*_lr_0.004_a_")
     names = {path.name for path in folder.iterdir()}
     assert names == {
         "config.yaml", "metrics.jsonl", "checkpoint", "extrapolation.json", "extrapolation.png", "train.log",

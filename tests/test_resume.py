@@ -38,10 +38,10 @@ def finish(folder, *settings, ranks=1):
 
 
 def in_order(value):
-    """Nested dicts, their keys sorted."""
+    """Nested dicts, their keys sorted, and tuples as lists."""
     if isinstance(value, dict):
         return {key: in_order(value[key]) for key in sorted(value, key=str)}
-    return [in_order(one) for one in value] if isinstance(value, list) else value
+    return [in_order(one) for one in value] if isinstance(value, list | tuple) else value
 
 
 def assert_equal(folder, whole):

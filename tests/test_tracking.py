@@ -1,8 +1,8 @@
 """wandb: what an offline run holds, read back by wandb's own reader; and that a wandb that fails costs nothing."""
 
 import logging
-import os
 import subprocess
+import sys
 
 import pytest
 import wandb
@@ -10,8 +10,7 @@ from omegaconf import OmegaConf
 
 from runs import start_wandb
 from runs.tracking import finish_wandb, log_row, wandb_identity
-from tests.trained import TINY, composed, metrics, records, run
-from train import Trainer
+from tests.trained import REPOSITORY, TINY, composed, metrics, records, run
 
 OFFLINE = [*TINY[:-1], "wandb.mode=offline"]
 
@@ -100,22 +99,40 @@ def test_a_wandb_that_cannot_start_at_all_is_a_disabled_run(tmp_path, monkeypatc
     assert warning == "wandb goes on disabled (metrics.jsonl has every number): no offline"
 
 
+KILLING = """
+import os, signal, sys
+from pathlib import Path
+from tests.trained import run
+from train import Trainer
+
+def checkpoint(self, real=Trainer._checkpoint):
+    for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split() if self.step == 2 else ():
+        os.kill(int(pid), signal.SIGKILL)  # wandb's service
+    real(self)
+
+Trainer._checkpoint = checkpoint
+run(Path(sys.argv[1]), *sys.argv[2:])
+"""
+
+
 @pytest.mark.slow
-def test_a_wandb_that_dies_costs_no_row(corpus, tmp_path, monkeypatch, caplog):
+def test_a_wandb_that_dies_costs_no_row(corpus, tmp_path):
     run(tmp_path / "whole", *TINY, *corpus)
-    real = Trainer._checkpoint
-
-    def checkpoint(self):
-        if self.step == 2:
-            subprocess.run(["pkill", "-9", "-P", str(os.getpid()), "wandb-core"], check=True)
-        real(self)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "_checkpoint", checkpoint)
-        run(tmp_path / "run", *OFFLINE, *corpus)
+    words = [sys.executable, "-c", KILLING, str(tmp_path / "run"), *OFFLINE, *corpus]
+    done = subprocess.run(words, cwd=REPOSITORY, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
     assert metrics(tmp_path / "run") == metrics(tmp_path / "whole")
+    assert "wandb failed and is left out from here on" in done.stderr
+
+
+def test_a_service_that_is_gone_is_a_warning(tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("WANDB_SERVICE", "3-1-unix-/tmp/wandb-gone/socket")
+    wandb.teardown()
+    start_wandb(settings("offline"), tmp_path / "run", "abcd1234").finish()
     (warning,) = warnings(caplog)
-    assert warning.startswith("wandb failed and is left out from here on")
+    assert warning.startswith("wandb goes on disabled")
+    monkeypatch.delenv("WANDB_SERVICE")
+    wandb.teardown()
 
 
 def test_none_is_not_logged_and_a_failing_run_is_replaced(caplog):

@@ -8,12 +8,11 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-import train
 from data import draw_batch
 from model import GPT, GPTConfig
 from model.checkpoint import checkpoints, latest_checkpoint, load_state
 from model.positions import SCHEMES
-from runs import MetricsFile, read_run
+from runs import MetricsFile, devices, read_run
 from runs.devices import PEAK_FLOPS, compare_compiled, peak_flops
 from tests.trained import TINY, assert_near, composed, metrics, run, same, weights
 from train import lr_at
@@ -83,7 +82,9 @@ def test_every_scheme_learns_the_text(pos, corpus, tmp_path):
 
 def test_the_training_length_is_always_measured(corpus, tmp_path):
     trainer = run(tmp_path, *TINY, *corpus, "val.multiples=[2]")
-    assert trainer.lengths == [16, 32]
+    assert trainer.scoring.lengths == (16, 32)
+    with pytest.raises(ValueError, match="stride=17"):
+        run(tmp_path / "refused", *TINY, *corpus, "val.stride=17")
 
 
 @pytest.mark.parametrize("kind", ["loss", "gradient"])
@@ -179,7 +180,7 @@ def test_a_wrong_compiled_model_is_not_trained_with(corpus, tmp_path, monkeypatc
     """As on CUDA, with a stand-in for the compiler."""
     run(tmp_path / "eager", *TINY, *corpus)
     monkeypatch.setattr(torch, "compile", lambda model: lambda x, targets: model(x, targets=targets) * 2)
-    monkeypatch.setattr(train, "COMPILED", ("cpu",))
+    monkeypatch.setattr(devices, "COMPILED", ("cpu",))
     run(tmp_path / "auto", *TINY, *corpus)
     assert same(weights(tmp_path / "auto"), weights(tmp_path / "eager"))
     run(tmp_path / "forced", *TINY, *corpus, "train.compile=true")

@@ -185,7 +185,6 @@ REFUSED_HERE = [
     ("gpt_neox", {"tie_word_embeddings": False}, "tie_word_embeddings=False"),
     ("starcoder2", {"intermediate_size": 128}, "intermediate_size=128: ours has 256 or None"),
     ("starcoder2", {"head_dim": 32}, "head_dim=32: ours has 16"),
-    ("starcoder2", rope("proportional", partial_rotary_factor=0.5), "rope_type=proportional"),
     ("starcoder2", rope("yarn", T, factor=4.0, truncate=False), "rope_type=yarn"),
     (
         "starcoder2",
