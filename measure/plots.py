@@ -41,19 +41,17 @@ class Plot:
         """All panels, whole or not at all: PNG or SVG, by the ending of the path."""
         write_file(path, lambda to: self._draw(self.panels, to, path.suffix[1:]))
 
-    def svgs(self) -> list[bytes]:
-        """A figure a panel."""
-        files = [io.BytesIO() for _ in self.panels]
-        for panel, file in zip(self.panels, files, strict=True):
-            self._draw([panel], file, "svg")
-        return [file.getvalue() for file in files]
+    def svg(self, panel: Callable[[Any], None]) -> bytes:
+        """One of the panels alone."""
+        self._draw([panel], file := io.BytesIO(), "svg")
+        return file.getvalue()
 
     def _draw(self, panels: Sequence[Callable[[Any], None]], to: Any, form: str) -> None:
         """The same figure gives the same file, without a date and random ids. A notebook's backend is left alone."""
         import matplotlib
         from matplotlib.figure import Figure
 
-        columns, rows = min(2, len(panels)), math.ceil(len(panels) / 2)
+        rows, columns = math.ceil(len(panels) / 2), min(2, len(panels))
         width, height = self.size[0] * columns, self.size[1] * rows
         figure, found = Figure(layout="constrained"), {}
         for i, draw in enumerate(panels, 1):

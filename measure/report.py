@@ -39,11 +39,9 @@ return isNaN(m)-isNaN(n)||up*(m-n||x.localeCompare(y))}).forEach(row=>body.appen
 PAGE = """<!doctype html>
 <html lang="en"><meta charset="utf-8"><title>Length extrapolation</title><link rel="icon" href="data:,">
 <meta name="viewport" content="width=device-width,initial-scale=1">
-<style>{style}</style>
-<body>
+<style>{style}</style><body>
 {body}
-<script>{script}</script>
-</html>
+<script>{script}</script></html>
 """
 # Of the probes' rows the values to average over seeds, and where their errors are.
 AVERAGED = {
@@ -172,7 +170,8 @@ class Report:
         first = self.measurements[0].about
         models = [group for group in next(iter(self.protocols.values())) if not group.first.get("truncated")]
         text = ", ".join(filter(None, [first["corpus"], first["documents"], coverage(first)]))
-        told = [f"In {first['protocol']} windows. Text: {text}; in {first.get('precision')}.", *self.notes]
+        of = f"{tables.WITHIN}: of the perplexity at the training length, in {first['protocol']} windows"
+        told = [f"{of}; {tables.INTERVAL}. Text: {text}; in {first.get('precision')}.", *self.notes]
         told += [f"left out: {reason}" for reason in self.skipped]
         parts = ["<h1>Length extrapolation</h1>\n<ul>", *(f"<li>{escape(tables.sentence(one))}</li>" for one in models)]
         parts += ["</ul>", *(f"<p>{escape(words)}</p>" for words in told), _figures(curves)]
@@ -188,11 +187,10 @@ class Report:
 
 def _figures(made: dict[str, plots.Plot]) -> str:
     """Panel by panel, so that they stand side by side where there is room."""
-    image = '<figure><img alt="{0}" src="data:image/svg+xml;base64,{1}"><figcaption>{2}</figcaption></figure>'
-    panels = [
-        (name, base64.b64encode(svg).decode(), plot.caption) for name, plot in made.items() for svg in plot.svgs()
-    ]
-    return "\n".join(["<div class=plots>", *(image.format(*panel) for panel in panels), "</div>"])
+    image = '<figure><img alt="{}" src="data:image/svg+xml;base64,{}"><figcaption>{}</figcaption></figure>'
+    panels = [(name, plot.svg(panel), plot.caption) for name, plot in made.items() for panel in plot.panels]
+    shown = [image.format(name, base64.b64encode(svg).decode(), caption) for name, svg, caption in panels]
+    return "\n".join(["<div class=plots>", *shown, "</div>"])
 
 
 def coverage(about: dict) -> str:

@@ -37,9 +37,8 @@ class Table:
     def html(self) -> str:
         head = "".join(f"<th>{escape(cell)}</th>" for cell in self.header)
         body = "".join("<tr>" + "".join(f"<td>{escape(c)}</td>" for c in row) + "</tr>\n" for row in self.rows)
-        note = f"<p class=note>{escape(self.note)}</p>"
         table = f"<table><thead><tr>{head}</tr></thead><tbody>\n{body}</tbody></table>"
-        return f"<h3>{escape(self.title)}</h3>\n<div class=wide>{table}</div>{note}"
+        return f"<h3>{escape(self.title)}</h3>\n<div class=wide>{table}</div><p class=note>{escape(self.note)}</p>"
 
     def sorted(self, column: str) -> "Table":
         """By the number that a cell begins with, or by its words, empty cells last; as it is without such a column."""
