@@ -136,7 +136,7 @@ def plot_lengths(protocols: dict[str, list[Group]], metric: str, looks: dict[str
             values += [point[1] for point in points]
             if group.first.get("truncated"):  # its error is that of the model itself
                 xs, ys, _ = zip(*points, strict=True)
-                axes.plot(xs, ys, label="dotted: context cut (control)", **looks[group.label])
+                axes.plot(xs, ys, label="dotted: context cut", **looks[group.label])
             else:
                 ended = next((row["note"] for row in rows if row["nll"] is None), None)
                 curve(axes, points, group.label, ended, looks[group.label])
@@ -169,10 +169,7 @@ def plot_positions(groups: list[Group], looks: dict[str, dict]) -> Plot:
         axes.set(xlabel="tokens of context before the predicted one", ylabel="validation loss, nats a token")
         axes.set_title(f"loss by position in windows of {length}", fontsize=11)
 
-    return Plot(
-        [partial(panel, length=length) for length in sorted(windows, reverse=True)],
-        f"{BANDS} documents and seeds. Windows of different lengths score different tokens.",
-    )
+    return Plot([partial(panel, length=length) for length in sorted(windows, reverse=True)], BANDS)
 
 
 def plot_recall(results: list[dict], looks: dict[str, dict]) -> Plot:
@@ -190,7 +187,8 @@ def plot_recall(results: list[dict], looks: dict[str, dict]) -> Plot:
             curve(axes, points, result["run"], ended, style)
             control = [row["control_nll"] if value == "nll" else 0 for row in rows]
             dotted = {"color": style["color"], "linestyle": ":", "linewidth": 1}
-            axes.plot([row["distance"] for row in rows], control, label="dotted: control, another first copy", **dotted)
+            dotted |= {"label": "dotted: control"} if result is results[-1] else {}  # once, below the models
+            axes.plot([row["distance"] for row in rows], control, **dotted)
         log_axes(axes, ticks, (result["train_length"] for result in results))
         axes.set(xlabel="tokens from copy to copy", ylabel="nats a token")
         axes.set_title(title, fontsize=11)

@@ -198,7 +198,7 @@ def coverage(about: dict) -> str:
     if "val_covered" not in about:
         return ""
     least = "at least " if about.get("val_covered_of_train", 1) < 1 else ""  # not all of the training text was read
-    return f"{least}{about['val_covered']:.1%} of its bytes in the training text too"
+    return f"{least}{about['val_covered'] * 100:.1f} % of its bytes in the training text too"
 
 
 def comparability(measurements: Sequence[Measurement]) -> list[str]:

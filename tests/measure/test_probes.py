@@ -317,7 +317,7 @@ def test_recalls_plot_has_a_curve_a_run_in_both_panels(drawn, tmp_path):
         assert dotted == [[control] * 3, [control] * 2]
     labels = [text.get_text().strip("\u200b") for text in drawn[0].legends[0].get_texts()]
     about = ["training length 40", "± one standard error"]
-    assert labels == ["rope", "dotted: control, another first copy", "learned (table ends at 40)", *about]
+    assert labels == ["rope", "learned (table ends at 40)", "dotted: control", *about]
 
 
 def test_attentions_plot_has_a_row_a_head_and_a_line_at_the_training_length(drawn, tmp_path):
