@@ -24,16 +24,16 @@ from torch.nn.utils import clip_grad_norm_
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
-from data import DataConfig, TokenFiles, absolute, draw_batch, get_tokenizer, prepare
+from data import DataConfig, TokenFiles, absolute, draw_batch, draw_positions, get_tokenizer, prepare
 from measure import Report, Scoring, Text, measure, with_error
 from measure.answers import AnswerReport, Answers, evaluate_task, log_answers, with_interval
 from measure.curves import log_curve
-from measure.windows import default_stride, fitting_lengths
+from measure.windows import default_lengths, default_stride
 from model import GPT, GPTConfig
 from model.checkpoint import latest_checkpoint, load_state, load_weights, prune_checkpoints, save_checkpoint
 from runs import devices, processes, tracking
-from runs.folder import MetricsFile, fix_scaling, log_file, provenance, read_run, resumed, start_from, write_run
-from runs.settings import TrainConfig, check_settings, checked, lr_at, step_to_resume, task_of
+from runs import folder as run_folder
+from runs.settings import TrainConfig, check_settings, checked, fitting_lengths, lr_at, step_to_resume, task_of
 
 log = logging.getLogger("ropewalk")
 
@@ -51,8 +51,7 @@ class Trainer:
         self.task, self.solved, self.sharded = task_of(config), False, config.sharding == "fsdp"
         self.step_tokens = t.batch_size * (self.task.width if self.task else config.model.train_length)  # with padding
         devices.set_numerics(t.tf32 and self.device.type == "cuda", config.deterministic)
-        log.info("preset   %s", config.preset)
-        log.info("device   %s, %s, %d process(es)", self.device, self.precision, ranks.world_size)
+        log.info(f"device   {self.device}, {self.precision}, {ranks.world_size} process(es), preset={config.preset}")
 
         source = self.task or self._open_text()
         self.fingerprint = source.fingerprint
@@ -67,7 +66,7 @@ class Trainer:
             torch.manual_seed(config.seed)
             self.model = GPT(gpt_config)
             if config.init_from:
-                start_from(self.model, Path(config.init_from).expanduser())
+                run_folder.start_from(self.model, Path(config.init_from).expanduser())
         c, flops = self.model.config, self.model.flops_per_token(config.model.train_length)
         of_scheme = sum(parameter.numel() for parameter in self.model.pos.parameters())
         log.info(
@@ -90,7 +89,7 @@ class Trainer:
         pending = state.get("pending", [])  # those of a run that was stopped between two rows
         self.pending = [(step, *torch.tensor(values, device=self.device)) for step, *values in pending]
         self.saved = state.get("step")  # the step of the last checkpoint
-        self.provenance = read_run(folder)[1] if config.resume else {"wandb_id": tracking.new_wandb_id()}
+        self.provenance = run_folder.read_run(folder)[1] if config.resume else {"wandb_id": tracking.new_wandb_id()}
         self.forward = self._forward()
 
     def _open_text(self) -> TokenFiles:
@@ -100,7 +99,8 @@ class Trainer:
         self.files = files = self.ranks.in_turn(lambda: prepare(data_config, tokenizer, say=log.info))
         about = {"corpus": files.meta["corpus"], "fingerprint": files.fingerprint, "tokenizer": tokenizer.name}
         self.text = Text(files.val, files.val_offsets, tokenizer.bytes_per_token, about)
-        lengths, v = fitting_lengths(config.model.train_length, config.val.multiples, files), config.val
+        v, wanted = config.val, default_lengths(config.model.train_length, [1, *config.val.multiples])
+        lengths = fitting_lengths(wanted, config.model.train_length, files)
         stride = v.stride or default_stride(config.model.train_length, lengths)
         self.scoring = Scoring(tuple(lengths), stride=stride, max_targets=v.max_targets)
         self.scoring.pieces(self.text)  # refuses what does not fit the text
@@ -134,11 +134,11 @@ class Trainer:
             bar = outputs.enter_context(tqdm(total=t.max_steps, initial=self.step, **how))
             outputs.enter_context(logging_redirect_tqdm([logging.getLogger()]))
             profile = (
-                self.config.profile and first and outputs.enter_context(devices.profiler(self.folder, self.device))
+                first and self.config.profile and outputs.enter_context(devices.profiler(self.folder, self.device))
             )
             # A checkpoint is written before its step is measured, so a resumed run measures first.
             nll = self._evaluate() if self.step and self._due(t.eval_every) else math.nan
-            clock, counted = time.perf_counter(), self.step
+            clock, counted, began = time.perf_counter(), self.step, self.step
             while self.step < t.max_steps and not self.solved:
                 self._update()
                 self.step += 1
@@ -153,6 +153,9 @@ class Trainer:
                     row["speed/tokens_per_second"] = rate = tokens / seconds
                     row["speed/mfu"] = self.mfu_of_rate and rate * self.mfu_of_rate
                     bar.set_postfix_str(f"loss {row['train/loss']:.3f}, {rate:,.0f} tokens/s", refresh=False)
+                    if counted == began:
+                        left = (t.max_steps - self.step) * self.step_tokens / rate
+                        log.info("time     about %s of training on this machine", run_folder.in_words(left))
                     self._record(row)
                 if checkpoint:
                     self._checkpoint()
@@ -171,10 +174,12 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = lr_at(self.step, t)
         inputs, targets = self._batch()
-        scored, place = self.step_tokens, {}
+        positions = draw_positions(inputs.shape[1], t.position_range, c.seed, self.step)
+        place = {"positions": None if positions is None else torch.from_numpy(positions).to(self.device)}
+        scored = self.step_tokens
         if self.task:
             scored = self.ranks.add_up((targets != -100).sum())
-            place = {"first_position": self.task.first_position(c.seed, self.step)}
+            place |= {"first_position": self.task.first_position(c.seed, self.step)}
         micro = t.micro_batch_size or len(inputs)
         parts = list(zip(inputs.split(micro), targets.split(micro), strict=True))
         loss = torch.zeros((), device=self.device)
@@ -244,7 +249,8 @@ class Trainer:
             report = Report([measurement])
             report.write(self.folder, html=False)
             log_curve(measurement.rows, "extrapolation/final", self._record, self.wandb)
-            log.info("%s", report.text())
+            following = run_folder.next_commands(self.folder, c.pos.name, c.wandb.mode != "disabled")
+            log.info("%s\n\n%s", report.text(), following)
         return at_train["nll"]
 
     def _evaluate_task(self, about: dict) -> float:
@@ -290,15 +296,15 @@ class Trainer:
             raise ValueError(f"{self.folder}: holds a run already; resume= it, or choose another folder")
         for left in self.folder.glob(".*.tmp"):  # by a process that was killed
             left.unlink()
-        here = {**provenance(), "device": str(self.device), "device_name": devices.device_name(self.device)}
+        here = {**run_folder.provenance(), "device": str(self.device), "device_name": devices.device_name(self.device)}
         here |= {"threads": torch.get_num_threads(), "processes": self.ranks.world_size, "precision": self.precision}
         if self.config.resume:
             prune_checkpoints(self.folder, self.config.train.keep, self.step)
             self.provenance["resumed"] = [*self.provenance.get("resumed", []), here]
         else:
             self.provenance |= {**here, "fingerprint": self.fingerprint}
-        plain = write_run(self.folder, self.config, self.provenance)
-        self.metrics = MetricsFile(self.folder / "metrics.jsonl", self.step)
+        plain = run_folder.write_run(self.folder, self.config, self.provenance)
+        self.metrics = run_folder.MetricsFile(self.folder / "metrics.jsonl", self.step)
         wandb_id, identity = self.provenance["wandb_id"], tracking.wandb_identity(self.config)
         self.wandb = tracking.start_wandb(self.config.wandb, self.folder, wandb_id, plain, **identity)
         outputs.push(lambda kind, *_: tracking.finish_wandb(self.wandb, failed=kind is not None))
@@ -321,14 +327,14 @@ def main(config: DictConfig) -> float:
     with processes.errors_as_messages(), contextlib.ExitStack() as outputs:
         ranks = processes.join_processes(config.device)
         if ranks.first:
-            outputs.enter_context(log_file(folder))
+            outputs.enter_context(run_folder.log_file(folder))
         config = checked(config, TrainConfig)
         if config.resume:
-            config = resumed(config, list(hydra_config.overrides.task))
+            config = run_folder.resumed(config, list(hydra_config.overrides.task))
             if ranks.first and Path(config.resume).expanduser().resolve() != folder.resolve():
                 raise ValueError(f"hydra.run.dir={folder}: not with resume=, which goes on in {config.resume}")
         else:
-            fix_scaling(config)
+            run_folder.fix_scaling(config)
             if experiment := hydra_config.runtime.choices.get("experiment"):
                 config.wandb.tags.append(f"experiment={experiment}")
         config.data = absolute(DataConfig(**config.data))

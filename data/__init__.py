@@ -1,6 +1,6 @@
 """Text to batches: corpora (through `datasets`), tokenizers (through `tiktoken`), token files; tasks; batches."""
 
-from data.batches import draw_batch, window_starts
+from data.batches import draw_batch, draw_positions, window_starts
 from data.corpora import DataConfig, absolute
 from data.tasks import Task
 from data.tokenizers import Tokenizer, get_tokenizer
@@ -13,6 +13,7 @@ __all__ = [
     "Tokenizer",
     "absolute",
     "draw_batch",
+    "draw_positions",
     "get_tokenizer",
     "prepare",
     "window_starts",

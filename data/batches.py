@@ -35,6 +35,17 @@ def window_starts(
     return starts
 
 
+def draw_positions(length: int, stretch: float, seed: int, step: int) -> np.ndarray | None:
+    """Randomised positions of a step (Ruoss et al. 2023): int64 (length,), growing, out of stretch · length of them.
+
+    None for a stretch of 1: positions then count up from 0.
+    """
+    if stretch <= 1:
+        return None
+    rng = np.random.default_rng([seed, step, 1])
+    return np.sort(rng.choice(int(stretch * length), length, replace=False))
+
+
 def draw_batch(
     tokens: np.ndarray, length: int, batch_size: int, seed: int, step: int, rank: int = 0, world_size: int = 1
 ) -> tuple[np.ndarray, np.ndarray]:

@@ -2,8 +2,7 @@
 
 import base64
 import json
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from html import escape
@@ -17,35 +16,34 @@ from measure.tables import Table
 from model.checkpoint import write_text
 
 STYLE = """
-body{font:15px/1.5 system-ui,sans-serif;max-width:90rem;margin:2rem auto;padding:0 1rem;color:#222}
-table{border-collapse:collapse;font-size:14px;margin:1.5rem 0 .3rem;font-variant-numeric:tabular-nums}
-caption{text-align:left;font-weight:600;padding-bottom:.3rem}
-th,td{padding:.25rem .7rem;border-bottom:1px solid #ddd;text-align:right;white-space:nowrap}
-th:first-child,td:first-child{text-align:left}thead th{border-bottom:2px solid #555;cursor:pointer}
-.wide{overflow-x:auto}.note{color:#555;font-size:13px;margin:.2rem 0 1rem}
-img{max-width:100%;display:block;margin:1.5rem 0}pre{background:#f5f5f5;padding:.7rem;overflow-x:auto;font-size:13px}
+:root{color-scheme:light dark}body{font:15px/1.5 system-ui,sans-serif;margin:1.5rem clamp(.8rem,3vw,3rem)}
+li,p{max-width:75rem}.note{margin:.2rem 0 1.5rem}.wide,pre{overflow-x:auto}
+.plots{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,27rem),1fr));gap:1rem;margin:1rem 0}
+figure{margin:0;max-width:52rem}figcaption,.note{font-size:13px;opacity:.75}
+img{width:100%;padding:.4rem;box-sizing:border-box;background:#fff;border-radius:6px;display:block}
+h3{font-size:14px;margin:1.5rem 0 .3rem}summary{cursor:pointer;font-weight:600;margin:1rem 0}
+table{border-collapse:collapse;font-size:14px;font-variant-numeric:tabular-nums}
+th,td{padding:.25rem .7rem;border-bottom:1px solid #8885;text-align:right;white-space:nowrap}
+th:first-child,td:first-child{text-align:left}th{border-bottom:2px solid #888;cursor:pointer}
+th[data-up="1"]::after{content:" ▲"}th[data-up="-1"]::after{content:" ▼"}
 """
-# Sorts a table by the column whose head is clicked: by the number a cell begins with, else by its words.
+# Sorts a table by the column whose head is clicked: by the number a cell begins with, then by its words.
 SCRIPT = """
 for(const th of document.querySelectorAll("th"))th.onclick=()=>{
-const body=th.closest("table").tBodies[0],i=th.cellIndex,up=th.dataset.up=th.dataset.up==="1"?"0":"1";
-const key=r=>{const t=r.cells[i].textContent.replace("\\u2265 ","").replaceAll("\\u2212","-");
-const n=parseFloat(t.replaceAll(",",""));return isNaN(n)?t:n};
-[...body.rows].sort((a,b)=>{const x=key(a),y=key(b);
-const c=typeof x===typeof y?(x<y?-1:x>y?1:0):(typeof x==="number"?-1:1);
-return up==="1"?c:-c}).forEach(r=>body.append(r))}
+const body=th.closest("table").tBodies[0],up=th.dataset.up==="1"?-1:1;
+for(const other of th.parentNode.cells)delete other.dataset.up;th.dataset.up=up;
+const key=row=>row.cells[th.cellIndex].textContent.replace("≥ ","").replace("−","-");
+[...body.rows].sort((a,b)=>{const x=key(a),y=key(b),m=parseFloat(x),n=parseFloat(y);
+return isNaN(m)-isNaN(n)||up*(m-n||x.localeCompare(y))}).forEach(row=>body.append(row))}
 """
-
 PAGE = """<!doctype html>
 <html lang="en"><meta charset="utf-8"><title>Length extrapolation</title><link rel="icon" href="data:,">
-<style>{style}</style>
-<body>
+<meta name="viewport" content="width=device-width,initial-scale=1">
+<style>{style}</style><body>
 {body}
-<script>{script}</script>
-</html>
+<script>{script}</script></html>
 """
-
-# Of the probes' rows, the values to average over seeds, and where their errors are.
+# Of the probes' rows the values to average over seeds, and where their errors are.
 AVERAGED = {
     "recall": {"nll": "stderr", "control_nll": "control_stderr", "gain": "gain_stderr"},
     "shift": {"difference": "stderr", "mean_change": "mean_change_stderr"},
@@ -82,14 +80,18 @@ class Report:
 
     @cached_property
     def tables(self) -> list[Table]:
-        """Those that have anything to say, protocol by protocol, and the probes'."""
+        """Those that have anything to say, protocol by protocol."""
         made = []
         for protocol, groups in self.protocols.items():
             texts = dict.fromkeys(group.first["fingerprint"][:8] for group in groups)
             scored = dict.fromkeys(f"{group.members[0].counts.sum():,.0f}" for group in groups)
             what = f"{protocol} windows, text {' or '.join(texts)}, {' or '.join(scored)} tokens scored"
             made += [replace(t, title=": ".join(filter(None, (what, t.title)))) for t in self._of_protocol(groups)]
-        made += [tables.PROBES[name](rows) for name in tables.PROBES if (rows := self._probed(name))]
+        return [table for table in made if table.rows]
+
+    @cached_property
+    def probed(self) -> list[Table]:
+        made = (tables.PROBES[name](rows) for name in tables.PROBES if (rows := self._probed(name)))
         return [table for table in made if table.rows]
 
     def _of_protocol(self, groups: list[Group]) -> list[Table]:
@@ -123,7 +125,7 @@ class Report:
         return found
 
     def text(self) -> str:
-        return "\n\n".join(table.text() for table in self.tables)
+        return "\n\n".join(table.text() for table in (*self.tables, *self.probed))
 
     def document(self) -> dict:
         """extrapolation.json: of a single measurement its result, of several an object that holds them all."""
@@ -141,44 +143,54 @@ class Report:
     def write(self, folder: Path, html: bool = False) -> None:
         """extrapolation.json and extrapolation.png; with html also the SVG, the other plots and report.html."""
         folder.mkdir(parents=True, exist_ok=True)
-        figures = {"extrapolation": lambda path: plots.plot_lengths(self.protocols, self.metric, path)}
-        if html:
-            figures |= self._other_figures()
-        for stem, draw in figures.items():
+        curves, probes = self._plots(others=html)
+        for stem, plot in (curves | probes).items():
             for ending in (".png", ".svg") if html else (".png",):
-                draw(folder / f"{stem}{ending}")
+                plot.save(folder / f"{stem}{ending}")
         if html:
-            write_text(folder / "report.html", self._html([folder / f"{stem}.svg" for stem in figures]))
+            write_text(folder / "report.html", self._html(curves, probes))
         # The last of all: where it is, the others are.
         write_text(folder / "extrapolation.json", json.dumps(self.document(), indent=1) + "\n")
 
-    def _other_figures(self) -> dict[str, Callable[[Path], None]]:
-        if self.metric != "perplexity":
-            return {}  # losses a token of different tokenizers, side by side
-        with_positions = [group for group in self.groups if group.members[0].bins]
-        figures = {"by_position": lambda path: plots.plot_positions(with_positions, path)} if with_positions else {}
-        if recalled := self._probed("recall"):
-            figures["recall"] = lambda path: plots.plot_recall(recalled, path)
-        for result in self.results:
-            if "attention" in result:
-                stem = "attention_" + re.sub(r"\W+", "_", result["run"], flags=re.ASCII)[:80]
-                stem += f"_{len(figures)}" if stem in figures else ""
-                figures[stem] = lambda path, result=result: plots.plot_attention(result, path)
-        return figures
+    def _plots(self, others: bool) -> tuple[dict[str, plots.Plot], dict[str, plots.Plot]]:
+        """The curves, and the probes' figures. Losses a token of different tokenizers do not stand side by side."""
+        looks, probes = plots.styles(self.groups), {}
+        curves = {"extrapolation": plots.plot_lengths(self.protocols, self.metric, looks)}
+        if others and self.metric == "perplexity":
+            if with_positions := [group for group in self.groups if group.members[0].bins]:
+                curves["by_position"] = plots.plot_positions(with_positions, looks)
+            if recalled := self._probed("recall"):
+                probes["recall"] = plots.plot_recall(recalled, looks)
+            if attentive := [result for result in self.results if "attention" in result]:
+                probes["attention"] = plots.plot_attention(attentive)
+        return curves, probes
 
-    def _html(self, figures: list[Path]) -> str:
+    def _html(self, curves: dict[str, plots.Plot], probes: dict[str, plots.Plot]) -> str:
+        """A sentence a model, the curves, the tables, the probes; folded away what the numbers are made of."""
         first = self.measurements[0].about
-        facts = [first["corpus"], first["documents"], coverage(first)]
-        facts = [", ".join(filter(None, facts)) + f"; in {first.get('precision')}"]
-        facts += [*self.notes, *(f"left out: {reason}" for reason in self.skipped)]
-        made = [*self.tables, tables.settings_apart(self.settings) if len(self.settings) > 1 else None]
-        parts = ["<h1>Length extrapolation</h1>", *(f"<p>{escape(fact)}</p>" for fact in facts)]
-        for path in figures:
-            data = base64.b64encode(path.read_bytes()).decode()
-            parts.append(f'<img alt="{escape(path.stem)}" src="data:image/svg+xml;base64,{data}">')
-        parts += [f"<div class=wide>{table.html()}</div>" for table in made if table]
-        parts += ["<h2>Made by</h2>", f"<pre>{escape(chr(10).join(self.commands))}</pre>"] if self.commands else []
+        models = [group for group in next(iter(self.protocols.values())) if not group.first.get("truncated")]
+        text = ", ".join(filter(None, [first["corpus"], first["documents"], coverage(first)]))
+        of = f"{tables.WITHIN}: of the perplexity at the training length, in {first['protocol']} windows"
+        told = [f"{of}; {tables.INTERVAL}. Text: {text}; in {first.get('precision')}.", *self.notes]
+        told += [f"left out: {reason}" for reason in self.skipped]
+        parts = ["<h1>Length extrapolation</h1>\n<ul>", *(f"<li>{escape(tables.sentence(one))}</li>" for one in models)]
+        parts += ["</ul>", *(f"<p>{escape(words)}</p>" for words in told), _figures(curves)]
+        parts += [table.html() for table in self.tables]
+        if self.probed or probes:
+            parts += ["<h2>Probes</h2>", _figures(probes), *(table.html() for table in self.probed)]
+        parts.append("<details><summary>Settings and commands</summary>")
+        if len(self.settings) > 1 and (differing := tables.settings_apart(self.settings)):
+            parts.append(differing.html())
+        parts.append(f"<pre>{escape(chr(10).join(self.commands))}</pre></details>")
         return PAGE.format(style=STYLE, body="\n".join(parts), script=SCRIPT)
+
+
+def _figures(made: dict[str, plots.Plot]) -> str:
+    """Panel by panel, so that they stand side by side where there is room."""
+    image = '<figure><img alt="{}" src="data:image/svg+xml;base64,{}"><figcaption>{}</figcaption></figure>'
+    panels = [(name, plot.svg(panel), plot.caption) for name, plot in made.items() for panel in plot.panels]
+    shown = [image.format(name, base64.b64encode(svg).decode(), caption) for name, svg, caption in panels]
+    return "\n".join(["<div class=plots>", *shown, "</div>"])
 
 
 def coverage(about: dict) -> str:
@@ -186,7 +198,7 @@ def coverage(about: dict) -> str:
     if "val_covered" not in about:
         return ""
     least = "at least " if about.get("val_covered_of_train", 1) < 1 else ""  # not all of the training text was read
-    return f"{least}{about['val_covered']:.1%} of its bytes in the training text too"
+    return f"{least}{about['val_covered'] * 100:.1f} % of its bytes in the training text too"
 
 
 def comparability(measurements: Sequence[Measurement]) -> list[str]:

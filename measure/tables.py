@@ -1,6 +1,7 @@
 """Numbers with no more digits than their errors support, and the tables made of them: as text and as HTML."""
 
 import math
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from html import escape
@@ -11,6 +12,7 @@ from measure.statistics import ENOUGH_DOCUMENTS, FEW_DOCUMENTS, exp
 NOTHING = "–"
 PLUS_MINUS = "±: standard error"
 INTERVAL = "[ ]: 95 % interval"
+WITHIN = f"{TOLERANCE * 100:g} %"
 
 
 @dataclass(frozen=True)
@@ -21,21 +23,22 @@ class Table:
     note: str = ""
 
     def text(self) -> str:
-        columns = list(zip(self.header, *self.rows, strict=True))
+        """The numbers of a column end below each other, and so do their errors and intervals."""
+        first_cells, *others = zip(self.header, *self.rows, strict=True)
+        columns = [first_cells, *([head, *_lined_up(cells)] for head, *cells in others)]
         widths = [max(map(len, column)) for column in columns]
         first = str.rjust if all(cell.isdigit() for cell in columns[0][1:]) else str.ljust
         numbers = "\n".join(
             "  ".join([first(line[0], widths[0]), *map(str.rjust, line[1:], widths[1:])]).rstrip()
-            for line in (self.header, *self.rows)
+            for line in zip(*columns, strict=True)
         )
         return "\n".join(part for part in (self.title, numbers, self.note) if part)
 
     def html(self) -> str:
         head = "".join(f"<th>{escape(cell)}</th>" for cell in self.header)
         body = "".join("<tr>" + "".join(f"<td>{escape(c)}</td>" for c in row) + "</tr>\n" for row in self.rows)
-        note = f"<p class=note>{escape(self.note)}</p>" if self.note else ""
-        caption = f"<caption>{escape(self.title)}</caption>" if self.title else ""
-        return f"<table>{caption}<thead><tr>{head}</tr></thead><tbody>\n{body}</tbody></table>{note}"
+        table = f"<table><thead><tr>{head}</tr></thead><tbody>\n{body}</tbody></table>"
+        return f"<h3>{escape(self.title)}</h3>\n<div class=wide>{table}</div><p class=note>{escape(self.note)}</p>"
 
     def sorted(self, column: str) -> "Table":
         """By the number that a cell begins with, or by its words, empty cells last; as it is without such a column."""
@@ -43,6 +46,13 @@ class Table:
             return self
         place = self.header.index(column)
         return replace(self, rows=sorted(self.rows, key=lambda row: _sort_key(row[place])))
+
+
+def _lined_up(cells: Sequence[str]) -> list[str]:
+    """The same width for all: numbers end where a ± or [ begins in other cells. Words stay as they are."""
+    halves = {cell: re.fullmatch(r"((?:≥ )?\S+)( [±\[(].*)?", cell) for cell in cells}
+    left, right = (max((len(m[side] or "") for m in halves.values() if m), default=0) for side in (1, 2))
+    return [f"{m[1]:>{left}}{m[2] or '':{right}}" if (m := halves[cell]) else cell for cell in cells]
 
 
 def _sort_key(cell: str) -> tuple:
@@ -75,7 +85,7 @@ def with_error(row: dict) -> str:
 def with_interval(value: float, low: float | None, high: float | None) -> str:
     """`1.191 [1.163, 1.220]`: two digits of the interval's half."""
     if low is None or high is None or not 1e-9 * max(1.0, abs(value)) < high - low < math.inf:  # less is rounding
-        return f"{value:.4g}"
+        return f"{value:#.4g}".rstrip(".")
     n = places((high - low) / 2)
     return f"{value:.{n}f} [{low:.{n}f}, {high:.{n}f}]"
 
@@ -122,11 +132,20 @@ def one_model(group: Group) -> Table:
         shown = [_value(row, "perplexity"), _value(row, "bits_per_byte", show_error=False)]
         lines.append([str(length), *shown, "1" if length == train_length else ratio(group.over_train_length(length))])
     header = ["length", "perplexity", "bits/byte", f"÷ at {train_length}"]
-    found = usable(group.usable_length())
-    note = f"within {TOLERANCE:.0%} of the perplexity at {train_length} up to {found} tokens of context"
-    if found == NOTHING:
-        note = f"no usable length: the training length, {train_length}, is not measured"
-    return Table("", header, lines, f"{_errors([group], PLUS_MINUS, INTERVAL)}\n{note}")
+    return Table("", header, lines, f"{_errors([group], PLUS_MINUS, INTERVAL)}\n{sentence(group)}")
+
+
+def sentence(group: Group) -> str:
+    """What a model does past its training length: its usable length, and its loss at twice that or near it."""
+    base, found = group.first["train_length"], group.usable_length()
+    if found is None:
+        return f"{group.label}: its training length, {base}, is not measured"
+    shown = f"the end of its table, {found['value']:.0f}" if "note" in found else usable(found)
+    times = f"{found['value'] / base:.2g} × the training length"
+    words = f"{group.label}: within {WITHIN} up to {re.sub('^≥', 'at least', shown)} tokens ({times})"
+    past = [length for length in group.lengths if length > base and group.has(length)]
+    at = next((length for length in past if length >= 2 * base), max(past, default=base))
+    return f"{words}; at {at}, {ratio(group.over_train_length(at))} times its perplexity at {base}" if past else words
 
 
 def _value(row: dict, metric: str, show_error: bool = True) -> str:
@@ -146,7 +165,7 @@ def by_length(groups: Sequence[Group], metric: str) -> Table:
     """A line a model, a column a length: `perplexity` or `bits_per_byte`; and the usable length."""
     ended = {f"{g.label}: {g.row(n)['note']}": None for g in groups for n in g.lengths if not g.has(n)}
     cell = lambda group, length: _value(group.row(length), metric)  # noqa: E731
-    usable_is = f"usable: within {TOLERANCE:.0%} of the perplexity at the training length"
+    usable_is = f"usable: within {WITHIN} of the perplexity at the training length"
     note = "; ".join([_errors(groups, PLUS_MINUS, INTERVAL), usable_is, *ended])
     return _over_lengths(metric.replace("_", " "), groups, cell, note, with_usable=True)
 
@@ -157,12 +176,9 @@ def against_train_length(groups: Sequence[Group]) -> Table:
     def cell(group: Group, length: int) -> str:
         return "1" if length == group.first["train_length"] else ratio(group.over_train_length(length))
 
+    groups = [group for group in groups if not group.first.get("truncated")]  # these are 1 everywhere
     measured = [group for group in groups if group.has(group.first["train_length"])]
-    missing = [
-        f"{group.label}: its training length, {group.first['train_length']}, is not measured"
-        for group in groups
-        if group not in measured
-    ]
+    missing = [sentence(group) for group in groups if group not in measured]
     title = "perplexity ÷ that at the training length, on the same tokens"
     return _over_lengths(title, measured, cell, "; ".join([_errors(measured, INTERVAL), *missing]))
 
@@ -190,11 +206,12 @@ def _over_lengths(
         about["seeds"] = lambda group: str(len(group.members))
     if len({group.first["train_length"] for group in groups}) > 1:
         about["trained at"] = lambda group: str(group.first["train_length"])
-    last = {"usable": lambda group: usable(group.usable_length())} if with_usable else {}
+    of = lambda group: usable(None if group.first.get("truncated") else group.usable_length())  # noqa: E731
+    last = {"usable": of} if with_usable else {}
     lines = []
     for group in groups:
         cells = [cell(group, length) for length in lengths]
-        if set(cells) - {NOTHING, "1"} or group.first.get("truncated"):
+        if set(cells) - {NOTHING, "1"}:
             before, after = ([tell(group) for tell in some.values()] for some in (about, last))
             lines.append([group.label, *before, *cells, *after])
     return Table(title, ["model", *about, *map(str, lengths), *last], lines, note)
@@ -218,7 +235,7 @@ def _flat(config: dict, prefix: str = "") -> Iterator[tuple[str, str]]:
 
 
 def recall(results: Sequence[dict]) -> Table:
-    cell = lambda row: digits(row["gain"], row["gain_stderr"])  # noqa: E731
+    cell = lambda row: digits(row["gain"], row["gain_stderr"]).replace("-", "−")  # noqa: E731
     title = "recall: nats a token that a first copy of a random string gains, by tokens from copy to copy"
     return _of_probe(results, "recall", "distance", "gain", cell, title, f"{PLUS_MINUS}, over trials or seeds")
 

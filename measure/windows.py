@@ -4,15 +4,11 @@ Two protocols, since they answer different questions (Press et al. 2021, "Train 
 windows of `nonoverlapping` also have fewer tokens with little context; under `sliding` only the context differs.
 """
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
-
-log = logging.getLogger("ropewalk")
 
 PROTOCOLS = ("sliding", "nonoverlapping")
 MULTIPLES = (1, 1.25, 1.5, 2, 4)  # of the training length: the lengths that are measured by default
@@ -26,21 +22,6 @@ def default_lengths(train_length: int, multiples: Sequence[float] = MULTIPLES) -
 def default_stride(train_length: int, lengths: Sequence[int]) -> int:
     """Half the training length, but no more than the shortest length; 1 for no lengths, which are refused later."""
     return max(1, min(train_length // 2, min(lengths, default=1)))
-
-
-def fitting_lengths(train_length: int, multiples: Sequence[float], files: Any) -> list[int]:
-    """The lengths to evaluate. ValueError where a split is shorter than a training window; longer ones are left out."""
-    for split, tokens in (("training", files.train), ("validation", files.val)):
-        if len(tokens) < train_length + 1:
-            raise ValueError(
-                f"model.train_length={train_length}: a window and its target do not fit into the {split} split of "
-                f"{files.meta['corpus']}, which has {len(tokens)} tokens; use a shorter one or more text"
-            )
-    lengths = default_lengths(train_length, [1, *multiples])
-    fitting = [length for length in lengths if length < len(files.val)]
-    if left_out := lengths[len(fitting) :]:
-        log.warning("validation split of %d tokens: lengths %s are left out", len(files.val), left_out)
-    return fitting
 
 
 @dataclass(frozen=True)

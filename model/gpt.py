@@ -153,6 +153,7 @@ class GPT(nn.Module):
         cache: Cache | None = None,
         scaling_length: int | None = None,
         first_position: int = 0,
+        positions: Tensor | None = None,
     ) -> Tensor:
         """Logits (B, T, V) after int64 tokens (B, T); or with int64 targets (B, T), losses (B, T).
 
@@ -160,6 +161,7 @@ class GPT(nn.Module):
         float64 model. With a cache the tokens continue those it holds, and no gradients are kept. scaling_length: the
         sequence length that frequency scalings go by, instead of the tokens so far; those that change with the length
         then stay as they are for it. first_position: of tokens[:, 0], without a cache only; scalings do not look at it.
+        positions: int64 (T,), growing, in its place; for schemes that add no bias, and without windows.
 
         Raises ValueError for shapes that do not fit, ids outside the vocabulary (on the CPU only: elsewhere looking
         would stall every step), positions past a learned table and a full cache; the cache then keeps what it holds.
@@ -175,10 +177,19 @@ class GPT(nn.Module):
         if cache is not None and (first_position or scaling_length not in (None, cache.scaling_length)):
             raise ValueError("first_position and scaling_length are the cache's own: leave them out with a cache")
         with nullcontext() if cache is None else torch.no_grad():
-            x = self._hidden(tokens, cache, scaling_length, first_position)
+            if positions is not None and (cache is not None or self.pos.biased or self.config.window):
+                raise ValueError("positions: only without a cache and windows, and for schemes that add no bias")
+            x = self._hidden(tokens, cache, scaling_length, first_position, positions)
             return self._logits(x) if targets is None else self._losses(x, targets)
 
-    def _hidden(self, tokens: Tensor, cache: Cache | None, scaling_length: int | None, start: int = 0) -> Tensor:
+    def _hidden(
+        self,
+        tokens: Tensor,
+        cache: Cache | None,
+        scaling_length: int | None,
+        start: int = 0,
+        positions: Tensor | None = None,
+    ) -> Tensor:
         """Rows after the last norm, (B, T, D). start: the position of tokens[:, 0], where there is no cache."""
         if cache is None:
             length, frequencies, passed = scaling_length or tokens.shape[1], None, tokens
@@ -187,8 +198,11 @@ class GPT(nn.Module):
             frequencies = self.pos.regime(length)
             passed, start = cache.pending(tokens, frequencies)
         end = start + passed.shape[1]
-        self.pos.check_position(end - 1)
-        positions = torch.arange(start, end, device=tokens.device)
+        if positions is None:
+            self.pos.check_position(end - 1)
+            positions = torch.arange(start, end, device=tokens.device)
+        elif self.pos.max_length is not None:
+            self.pos.check_position(int(positions[-1]))
         key_positions = positions if cache is None else torch.arange(end, device=tokens.device)
         p = Pass(self.pos, positions, key_positions, self.pos.rotation(positions, length), cache)
         x = F.dropout(self.pos.embed(self.embedding(passed), positions), self.config.dropout, self.training)

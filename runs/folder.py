@@ -97,6 +97,27 @@ def fix_scaling(config: DictConfig) -> None:
         config.scaling.factor = train_length / original
 
 
+def in_words(seconds: float) -> str:
+    """A duration, as `3 min 40 s`; seconds are rounded to tens past a minute."""
+    minutes, rest = divmod(round(seconds / 10) * 10, 60) if seconds > 60 else (0, round(seconds))
+    return f"{minutes} min {rest} s" if minutes else f"{rest} s"
+
+
+def next_commands(folder: Path, pos: str, logged: bool) -> str:
+    """What a user may do after a training, as lines to paste."""
+    folder = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
+    lines = [
+        f"python train.py pos={'rope' if pos == 'alibi' else 'alibi'}",
+        f"python eval.py {shlex.quote(str(folder))}",
+    ]
+    about = ["another scheme, to compare with", "report.html: tables and plots of this run"]
+    if logged:
+        lines.append(f"wandb leet {shlex.quote(str(folder.parent / 'wandb'))}")
+        about.append("the curves of all runs")
+    width = max(map(len, lines))
+    return "\n".join(["next:", *(f"  {line:{width}}  # {words}" for line, words in zip(lines, about, strict=True))])
+
+
 def start_from(model: GPT, source: Path) -> None:
     """Give a model another run's weights. ValueError where they would mean something else, even if their shapes fit."""
     start = load_run(source)
@@ -106,6 +127,10 @@ def start_from(model: GPT, source: Path) -> None:
         free.add("train_length")
     for config in (theirs, ours):
         config["pos"].pop("base", None)
+    names = [config["pos"]["name"] for config in (theirs, ours)]
+    if names[0] != names[1] and not any(len([*each.pos.parameters()]) for each in (start, model)):  # as in DroPE
+        free.add("pos")
+        log.info("scheme   pos=%s there, pos=%s here: neither has weights", *names)
     if differing := [key for key in ours if key not in free and ours[key] != theirs[key]]:
         settings = ", ".join(f"{key}={theirs[key]} there, {ours[key]} here" for key in differing)
         raise ValueError(f"init_from={source}: its weights are those of another model: {settings}")

@@ -15,15 +15,15 @@ from hydra.experimental.callback import Callback
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from data import DataConfig, Task, get_tokenizer
+from data import DataConfig, Task, TokenFiles, get_tokenizer
 from data.tasks import TASKS
 from model import GPTConfig
 from model.checks import check_whole
 from runs.tracking import MODES
 
-log = logging.getLogger("ropewalk")
-
 CONFIGS = Path(__file__).parents[1] / "configs"
+
+log = logging.getLogger("ropewalk")
 
 
 @dataclass
@@ -47,6 +47,7 @@ class TrainSettings:
     beta1: float = MISSING
     beta2: float = MISSING
     grad_clip: float = MISSING
+    position_range: float = 1.0
     compile: Any = "auto"
     tf32: bool = True
     peak_flops: float | None = None
@@ -217,6 +218,8 @@ def task_of(config: DictConfig) -> Task | None:
         )
     if config.task is None:
         return None
+    if config.task.random_offset and config.train.position_range > 1:
+        raise ValueError(f"train.position_range={config.train.position_range}: not with task.random_offset=true")
     task, given = Task(**OmegaConf.to_container(config.task)), config.model.get("train_length")
     if given not in (None, task.train_length):
         raise ValueError(
@@ -267,3 +270,17 @@ def check_settings(config: DictConfig, world_size: int = 1) -> GPTConfig:
         config.model.train_length = task.train_length
     vocab_size, plain = vocab_size_of(config), OmegaConf.to_container(config)
     return GPTConfig.from_dict(plain["model"], vocab_size=vocab_size, pos=plain["pos"], scaling=plain["scaling"])
+
+
+def fitting_lengths(lengths: list[int], train_length: int, files: TokenFiles) -> list[int]:
+    """The lengths that the validation text holds. ValueError where a split is shorter than a training window."""
+    if min(len(files.train), len(files.val)) <= train_length:
+        raise ValueError(
+            f"model.train_length={train_length}: a window and its target do not fit into the {len(files.train)} "
+            f"training and the {len(files.val)} validation tokens of {files.meta['corpus']}; use a shorter one or more "
+            "text"
+        )
+    fitting = [length for length in lengths if length < len(files.val)]
+    if left_out := lengths[len(fitting) :]:
+        log.warning("validation split of %d tokens: lengths %s are left out", len(files.val), left_out)
+    return fitting

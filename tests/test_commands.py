@@ -14,16 +14,22 @@ def test_one_command_makes_one_run_folder(corpus, tmp_path):
     words = [*TINY[:-1], *corpus, "name='lr=${train.lr}, {a}'"]
     done = command("train.py", *words, cwd=tmp_path, PYTHONIOENCODING="ascii")
     assert done.returncode == 0, done.stderr
-    (folder,) = tmp_path.glob("outputs/*_lr_0.004_a_")
+    (folder,) = tmp_path.glob("outputs/*_lr_0.002_a_")
     names = {path.name for path in folder.iterdir()}
     assert names == {
         "config.yaml", "metrics.jsonl", "checkpoint", "extrapolation.json", "extrapolation.png", "train.log",
     }  # fmt: skip
-    for word in ("preset   cpu", "device   cpu", "model    rope: ", "parameters", "fingerprint", "wandb    offline"):
+    for word in ("device   cpu", "preset=cpu", "model    rope: ", "fingerprint", "wandb    offline", "time     about"):
         assert word in done.stdout
         assert word in (folder / "train.log").read_text(encoding="utf-8")
     assert re.search(r"^ *64 ", done.stdout, re.M)  # the table's last row, in ASCII
     assert "Error" not in done.stderr
+    following = re.findall(r"^  (python|wandb) (\S+) (\S+)", done.stdout, re.M)
+    assert following[0] == ("python", "train.py", "pos=alibi")
+    assert following[1:] == [
+        ("python", "eval.py", str(folder.relative_to(tmp_path))),
+        ("wandb", "leet", "outputs/wandb"),
+    ]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["outputs"]
     rows = json.loads((folder / "extrapolation.json").read_text())["rows"]
     assert [row["length"] for row in rows] == [16, 20, 24, 32, 64]

@@ -15,6 +15,7 @@ import torch
 import yaml
 
 import train
+from data import TokenFiles
 from model.checkpoint import checkpoints, latest_checkpoint, load_state, step_of
 from runs import read_run
 from runs.folder import resumed
@@ -257,7 +258,7 @@ def test_resuming_refuses_what_would_not_be_the_same_run(corpus, tmp_path, monke
     assert [row["step"] for row in metrics(tmp_path) if "train/loss" in row] == [1, 2, 3, 4, 5, 6]
     with pytest.raises(ValueError, match=r"has 6 steps; raise train\.max_steps=5"):
         run(tmp_path, *TINY, *corpus, "train.max_steps=5", resume=True)
-    monkeypatch.setattr(train.TokenFiles, "fingerprint", "another")
+    monkeypatch.setattr(TokenFiles, "fingerprint", "another")
     with pytest.raises(ValueError, match=r"was trained on data \w+, not another"):
         run(tmp_path, *TINY, *corpus, "train.max_steps=8", resume=True)
 

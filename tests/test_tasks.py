@@ -186,5 +186,7 @@ def test_what_does_not_fit_tasks_is_refused_by_name(two_runs, tmp_path):
         measure(f"runs=[{tmp_path / 'run'},{two_runs / 'rope'}]")
     with pytest.raises(ValueError, match=r"model\.train_length=99: leave it out"):
         check_settings(composed(*SMALL, "model.train_length=99"))
+    with pytest.raises(ValueError, match=r"train\.position_range=2\.0: not with task\.random_offset=true"):
+        check_settings(composed(*SMALL, "train.position_range=2", "task.random_offset=true"))
     with pytest.raises(ValueError, match=r"task\.stop_at=2"):
         check_settings(composed(*SMALL, "task.stop_at=2"))

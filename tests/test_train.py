@@ -130,9 +130,12 @@ def test_a_run_can_start_from_anothers_weights(corpus, tmp_path):
     for name, tensor in weights(tmp_path / "second").items():
         torch.testing.assert_close(tensor, weights(tmp_path / "first")[name], rtol=0, atol=1e-9)
     # shapes that fit are not enough: the other layout would scramble every head
-    for change in ("model.n_layer=2", "pos.layout=interleaved", "pos=none", "model.attention=linear"):
+    for change in ("model.n_layer=2", "pos.layout=interleaved", "pos=t5", "model.attention=linear"):
         with pytest.raises(ValueError, match="its weights are those of another model"):
             run(tmp_path / change, *TINY, *corpus, start, change)
+    run(tmp_path / "dropped", *TINY, *corpus, start, "pos=none", "train.lr=1e-12")  # as in DroPE: neither has weights
+    for name, tensor in weights(tmp_path / "dropped").items():
+        torch.testing.assert_close(tensor, weights(tmp_path / "first")[name], rtol=0, atol=1e-9)
     run(tmp_path / "table", *TINY, *corpus, "pos=learned")
     start = f"init_from={tmp_path / 'table'}"
     with pytest.raises(ValueError, match="train_length=16 there, 32 here"):
@@ -181,7 +184,9 @@ def test_a_gradient_that_differs_or_a_compiler_that_fails_is_noticed(caplog):
 def test_a_wrong_compiled_model_is_not_trained_with(corpus, tmp_path, monkeypatch):
     """As on CUDA, with a stand-in for the compiler."""
     run(tmp_path / "eager", *TINY, *corpus)
-    monkeypatch.setattr(torch, "compile", lambda model: lambda x, targets: model(x, targets=targets) * 2)
+    monkeypatch.setattr(
+        torch, "compile", lambda model: lambda x, targets, **more: model(x, targets=targets, **more) * 2
+    )
     monkeypatch.setattr(devices, "COMPILED", ("cpu",))
     run(tmp_path / "auto", *TINY, *corpus)
     assert same(weights(tmp_path / "auto"), weights(tmp_path / "eager"))

@@ -9,7 +9,7 @@ from itertools import chain
 import numpy as np
 import pytest
 
-from data import draw_batch
+from data import draw_batch, draw_positions
 
 # stream, window: windows that fill the stream, a remainder, the shortest legal stream, windows of one token
 SHAPES = [(81, 8), (101, 8), (9, 8), (12, 1), (2, 1), (1000, 7)]
@@ -91,3 +91,14 @@ def test_a_stream_shorter_than_a_window_and_its_target(size):
 def test_a_batch_the_ranks_cannot_share(batch_size, world_size):
     with pytest.raises(ValueError, match=rf"train\.batch_size={batch_size}.*{world_size} processes"):
         draw_batch(np.arange(100), 8, batch_size, 0, 0, rank=0, world_size=world_size)
+
+
+def test_randomised_positions_grow_within_their_range_and_depend_on_the_step():
+    first, again, other = (draw_positions(50, 4, seed=0, step=step) for step in (3, 3, 4))
+    assert np.array_equal(first, again)
+    assert not np.array_equal(first, other)
+    assert (np.diff(first) > 0).all()
+    assert 0 <= first[0] <= first[-1] < 200
+    assert draw_positions(50, 1, seed=0, step=3) is None
+    counts = np.bincount(np.concatenate([draw_positions(50, 4, 0, step) for step in range(400)]), minlength=200)
+    assert abs(counts - 100).max() < 50  # each of the 200 is drawn in a quarter of the steps: 6 standard deviations

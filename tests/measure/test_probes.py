@@ -1,6 +1,7 @@
 """The probes against slow loops, gradients of the whole model and closed forms; and their pictures."""
 
 import math
+from collections import defaultdict
 from itertools import pairwise
 
 import numpy as np
@@ -294,6 +295,9 @@ def attended(n_layer=2, n_head=3, length=64, run="rope"):
     return {"run": run, "train_length": 40, "attention": {"edges": edges, "weights": weights, "length": length}}
 
 
+LOOKS = defaultdict(lambda: {"color": "#0072B2", "marker": "o"})
+
+
 @pytest.fixture
 def drawn(monkeypatch):
     figures, real = [], Figure.savefig
@@ -302,20 +306,22 @@ def drawn(monkeypatch):
 
 
 def test_recalls_plot_has_a_curve_a_run_in_both_panels(drawn, tmp_path):
-    plot_recall([recalled(), recalled("learned", ended=True)], tmp_path / "plot.png")
+    plot_recall([recalled(), recalled("learned", ended=True)], LOOKS).save(tmp_path / "plot.png")
     for axes, height in zip(drawn[0].axes, (2.0, 3.5), strict=True):
         assert axes.get_xscale() == "log"
         curves = [line.get_xydata().tolist() for line in axes.lines if line.get_marker() in ("o", "s")]
         assert curves == [[[d, height] for d in (16, 32, 64)], [[d, height] for d in (16, 32)]]
         assert any(line.get_linestyle() == "--" and set(line.get_xdata()) == {40} for line in axes.lines)
-    dotted = [list(line.get_ydata()) for line in drawn[0].axes[0].lines if line.get_linestyle() == ":"]
-    assert dotted == [[5.5] * 3, [5.5] * 2]
+    for axes, control in zip(drawn[0].axes, (5.5, 0.0), strict=True):
+        dotted = [list(line.get_ydata()) for line in axes.lines if line.get_linestyle() == ":"]
+        assert dotted == [[control] * 3, [control] * 2]
     labels = [text.get_text().strip("\u200b") for text in drawn[0].legends[0].get_texts()]
-    assert labels == ["rope", "learned (table ends at 40)"]
+    about = ["training length 40", "± one standard error"]
+    assert labels == ["rope", "learned (table ends at 40)", "dotted: control", *about]
 
 
 def test_attentions_plot_has_a_row_a_head_and_a_line_at_the_training_length(drawn, tmp_path):
-    plot_attention(attended(), tmp_path / "plot.png")
+    plot_attention([attended()]).save(tmp_path / "plot.png")
     axes = drawn[0].axes[0]
     assert [label.get_text() for label in axes.get_yticklabels()] == ["0.0", "0.1", "0.2", "1.0", "1.1", "1.2"]
     assert [label.get_text() for label in axes.get_xticklabels()][-3:] == ["24–31", "32–47", "48–63"]
@@ -328,16 +334,16 @@ def test_attentions_plot_has_a_row_a_head_and_a_line_at_the_training_length(draw
 
 
 @pytest.mark.parametrize(
-    ("plot", "data"),
+    "plot",
     [
-        (plot_recall, [recalled(f"_cost$\\alp$ {i}") for i in range(9)]),
-        (plot_recall, [{**recalled(), "recall": recalled(ended=True)["recall"][-1:]}]),
-        (plot_attention, attended(12, 12, 1024)),
-        (plot_attention, attended(1, 1, 1, run="a_b$^{x")),
+        plot_recall([recalled(f"_cost$\\alp$ {i}") for i in range(9)], LOOKS),
+        plot_recall([{**recalled(), "recall": recalled(ended=True)["recall"][-1:]}], LOOKS),
+        plot_attention([attended(12, 12, 1024)]),
+        plot_attention([attended(1, 1, 1, run="a_b$^{x")] * 3),
     ],
     ids=["many", "table too short", "large", "one"],
 )
-def test_anything_can_be_drawn(plot, data, tmp_path):
-    plot(data, tmp_path / "plot.svg")
+def test_anything_can_be_drawn(plot, tmp_path):
+    plot.save(tmp_path / "plot.svg")
     assert b"<svg" in (tmp_path / "plot.svg").read_bytes()[:1000]
     assert [path.name for path in tmp_path.iterdir()] == ["plot.svg"]

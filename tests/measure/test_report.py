@@ -12,8 +12,9 @@ import pytest
 from matplotlib.figure import Figure
 
 from measure import Measurement, Report, comparability, with_error
-from measure.plots import plot_lengths, plot_positions
+from measure.plots import COLOURS, GREY, plot_lengths, plot_positions, styles
 from measure.tables import Table, difference, digits, ratio, settings_apart, usable
+from model.positions import SCHEMES
 
 LENGTHS = (256, 512)
 
@@ -24,7 +25,13 @@ def measurement(name="rope_seed0", nll=(1.18, 1.87), seed=0, key=None, limit=Non
     losses = {x: counts * (mean + noise) for x, mean in zip(LENGTHS, nll, strict=True) if x <= (limit or x)}
     bins = [(2**k - 1, 2 ** (k + 1) - 1, (2 - k / 10 + noise) * counts, counts) for k in range(8 if limit else 9)]
     about = {"run": name, "folder": f"outputs/{name}", "key": key or name, "seed": seed, "scaling": None}
-    about |= {"protocol": "sliding", "train_length": 256, "tokenizer": "bytes", "corpus": "stdlib"}
+    about |= {
+        "pos": {"name": name.split("_")[0]},
+        "protocol": "sliding",
+        "train_length": 256,
+        "tokenizer": "bytes",
+        "corpus": "stdlib",
+    }
     about |= {"fingerprint": "f1", "trained_on": "f1", "precision": "fp32", "documents": "within documents", **change}
     return Measurement(about, LENGTHS, losses, counts, counts * 1.0, limit, bins)
 
@@ -51,7 +58,7 @@ def test_intervals_show_two_digits_of_their_half():
     assert ratio({**pair, "low": None, "high": None}) == "1.191"
     assert ratio({"difference": 900.0, "low": 800.0, "high": 1000.0}) == "inf"
     assert difference({"difference": -0.5, "low": -0.7, "high": -0.3}) == "−0.50 [−0.70, −0.30]"
-    assert difference({"difference": 0.5, "low": None, "high": None}) == "+0.5"
+    assert difference({"difference": 0.5, "low": None, "high": None}) == "+0.5000"
     assert difference({"difference": -0.0001, "low": -0.0211, "high": 0.0209}) == "+0.000 [−0.021, 0.021]"
     assert (ratio(None), difference(None)) == ("–", "–")
     assert digits(12.345, 0.5, show_error=False) == "12.35"
@@ -72,7 +79,18 @@ def test_table_of_one_run():
     assert re.fullmatch(r" +256 +3\.\d+ ± 0\.0\d+ +1\.\d+ +1", lines[2])
     assert re.fullmatch(r" +512 +6\.\d+ ± 0\.\d+ +2\.\d+ +1\.9\d+", lines[3])  # noise is shared
     assert lines[4] == "±: standard error, [ ]: 95 % interval, over 20 documents"
-    assert re.fullmatch("within 3% of the perplexity at 256 up to 26[0-9] tokens of context", lines[5])
+    start = r"rope_seed0: within 3 % up to 26\d tokens \(1 × the training length\); at 512, 1\.9\d+ times "
+    assert re.fullmatch(start + "its perplexity at 256", lines[5])
+
+
+def test_errors_and_intervals_stand_below_each_other():
+    rows = [["a", "9.2 ± 0.1", "1"], ["b", "10.1 ± 0.23", "1.02 [1.01, 1.03]"], ["c", "table ends at 8", "–"]]
+    assert Table("", ["model", "256", "÷"], rows).text().splitlines() == [
+        "model              256                  ÷",
+        "a           9.2 ± 0.1      1",
+        "b          10.1 ± 0.23  1.02 [1.01, 1.03]",
+        "c      table ends at 8     –",
+    ]
 
 
 def test_every_table_says_what_its_errors_are_or_why_it_has_none():
@@ -120,7 +138,7 @@ def test_the_tables_say_what_the_pairs_say():
     runs = [measurement("a", (1.0, 1.0)), measurement("b", (1.5, 2.0)), measurement("c", (3.0, 3.0))]
     report = Report(runs, reference="b")
     table = next(table for table in report.tables if "minus those of b" in table.title)
-    assert [row[:3] for row in table.rows] == [["a", "−0.5", "−1"], ["c", "+1.5", "+1"]]
+    assert [row[:3] for row in table.rows] == [["a", "−0.5000", "−1.000"], ["c", "+1.500", "+1.000"]]
     assert [pair["difference"] for pair in report.paired] == pytest.approx([-0.5, -1.0, 1.5, 1.0])
 
 
@@ -132,9 +150,9 @@ def test_probes_are_averaged_over_seeds():
     runs = [measurement(f"rope_seed{s}", seed=s, key="rope") for s in range(3)]
     for seed, run in enumerate(runs):
         run.probes["recall"] = recall(1.0 + seed)
-    table = next(table for table in Report(runs).tables if "recall" in table.title)
+    table = Report(runs).probed[0]
     assert table.rows == [["rope", "2.00 ± 0.58"]]  # standard error of 1, 2, 3
-    assert Report(runs[:1]).tables[1].rows == [["rope_seed0", "1.00 ± 0.10"]]
+    assert Report(runs[:1]).probed[0].rows == [["rope_seed0", "1.00 ± 0.10"]]
 
 
 def test_different_tokenizers_share_no_picture_of_losses_a_token(tmp_path):
@@ -145,7 +163,7 @@ def test_different_tokenizers_share_no_picture_of_losses_a_token(tmp_path):
     report.write(tmp_path, html=True)
     assert {path.stem for path in tmp_path.glob("*.svg")} == {"extrapolation"}
     assert "bits per byte" in report.tables[0].title
-    assert not [table for table in report.tables if "nats" in table.title]
+    assert not [table for table in (*report.tables, *report.probed) if "nats" in table.title]
 
 
 def test_settings_that_differ_are_shown():
@@ -184,12 +202,16 @@ def drawn(monkeypatch):
     return figures
 
 
+def labels(drawn) -> list[str]:
+    return [text.get_text().strip("\u200b") for text in drawn.legends[0].get_texts()]
+
+
 def test_the_plot_has_a_curve_a_model_with_its_error(tmp_path, drawn):
     report = Report([measurement(), measurement("learned", limit=256)])
-    plot_lengths(report.protocols, "perplexity", tmp_path / "plot.png")
+    plot_lengths(report.protocols, "perplexity", styles(report.groups)).save(tmp_path / "plot.png")
     axes = drawn[0].axes[0]
-    labels = [text.get_text().strip("\u200b") for text in drawn[0].legends[0].get_texts()]
-    assert labels == ["rope_seed0", "learned (table ends at 256)"]
+    models = ["rope_seed0", "learned (table ends at 256)"]
+    assert labels(drawn[0]) == [*models, "training length 256", "± one standard error"]
     assert axes.lines[0].get_xdata().tolist() == [256, 512]
     at_256 = [y for x, y in axes.collections[0].get_paths()[0].vertices if x == 256]
     row = report.groups[0].row(256)
@@ -200,12 +222,59 @@ def test_the_plot_has_a_curve_a_model_with_its_error(tmp_path, drawn):
 def test_by_position_a_shorter_table_has_a_panel_of_its_own(tmp_path, drawn):
     """Its windows are others: its losses cannot be compared with those in longer windows."""
     report = Report([measurement(), measurement("alibi"), measurement("learned", limit=256)])
-    plot_positions(report.groups, tmp_path / "plot.svg")
+    plot = plot_positions(report.groups, styles(report.groups))
+    plot.save(tmp_path / "plot.svg")
     longer, shorter = drawn[0].axes
     shown = [[label.strip("\u200b") for label in axes.get_legend_handles_labels()[1]] for axes in (longer, shorter)]
-    assert shown == [["rope_seed0", "alibi"], ["learned"]]
+    about = ["training length 256", "± one standard error"]
+    assert shown == [["rope_seed0", "alibi", *about], ["learned", *about]]
     assert longer.lines[0].get_xdata()[:3].tolist() == [1.0, 2.5, 5.5]  # context of 1; 2 and 3; 4 to 7
-    assert len(longer.collections) == 2  # bands, for single runs too
+    assert len(longer.collections) == 3  # bands, for single runs too, and that of the legend
+    assert [plot.svg(panel).count(b"loss by position") for panel in plot.panels] == [1, 1]
+
+
+def test_a_scheme_has_one_colour_in_every_plot_and_its_variants_other_lines(tmp_path, drawn):
+    runs = [measurement(name) for name in ("alibi", "rope", "rope_wide", "fire")]
+    for run in runs[1:]:  # alibi, the first, has no recall
+        run.probes["recall"] = recall(1.0)
+    runs.append(runs[1].truncated())
+    Report(runs).write(tmp_path, html=True)
+    colours = {}
+    for axes in (axes for figure in drawn for axes in figure.axes):
+        for line in axes.lines:
+            colours.setdefault(line.get_label().strip("\u200b"), set()).add(line.get_color())
+    assert {name: colours[name] for name in ("alibi", "rope", "rope_wide", "fire")} == {
+        name: {COLOURS[name.split("_")[0]]} for name in ("alibi", "rope", "rope_wide", "fire")
+    }
+    looks = styles(Report(runs).groups)
+    lines = [looks[name]["linestyle"] for name in ("alibi", "rope", "rope_wide", "rope, last 256")]
+    assert lines == ["-", "-", "--", ":"]
+
+
+def test_no_two_schemes_have_a_colour_in_common():
+    assert {*COLOURS} <= {*SCHEMES}
+    assert len({*COLOURS.values()}) == len(COLOURS)
+
+
+@pytest.mark.parametrize("trained", [(256, 256), (256, 250)])
+def test_training_lengths_stand_in_the_legend_once(trained, tmp_path, drawn):
+    runs = [measurement(name, train_length=length) for name, length in zip("ab", trained, strict=True)]
+    Report(runs).write(tmp_path)
+    lengths = sorted({*trained})
+    assert labels(drawn[0]).count(f"training length {', '.join(map(str, lengths))}") == 1
+    dashed = [line.get_xdata()[0] for line in drawn[0].axes[0].lines if line.get_color() == GREY]
+    assert dashed == lengths
+    assert not drawn[0].axes[0].texts
+
+
+def test_attention_maps_share_one_scale(tmp_path, drawn):
+    runs = [measurement("rope"), measurement("alibi")]
+    for run, weights in zip(runs, ([[[0.9, 0.05]]], [[[0.5, 0.001]]]), strict=True):
+        run.probes["attention"] = {"edges": [0, 1, 2], "length": 2, "weights": weights}
+    Report(runs).write(tmp_path, html=True)
+    maps = [axes.collections[0] for figure in drawn for axes in figure.axes if axes.get_ylabel() == "layer.head"]
+    assert {(shown.norm.vmin, shown.norm.vmax) for shown in maps} == {(0.001, 0.9)}
+    assert len(maps) == 6  # PNG, SVG, and one by one for the page
 
 
 @pytest.mark.parametrize("name", ["cost$\\alp$", "_hidden", "größe=3 {x} %s", "<b>&amp;", "\x07\x1b", "x" * 400])
@@ -216,9 +285,34 @@ def test_any_name_can_be_shown(name, tmp_path):
         ElementTree.parse(path)  # a browser shows nothing of what is no XML
 
 
+def test_the_page_begins_with_a_sentence_a_model_and_ends_with_what_it_was_made_with(tmp_path):
+    runs = [measurement("rope"), measurement("alibi", (1.18, 1.18)), measurement("learned", limit=256)]
+    for run in runs:
+        run.probes["recall"] = recall(1.0)
+    runs.append(runs[0].truncated())
+    settings = {"a": {"lr": 1}, "b": {"lr": 2}}
+    report = Report(runs, notes=["take care"], commands=["train.py <pos=rope>"], settings=settings)
+    report.write(tmp_path, html=True)
+    page = (tmp_path / "report.html").read_text()
+    rope, alibi, learned = re.findall("<li>(.*?)</li>", page)
+    assert re.fullmatch(
+        r"rope: within 3 % up to 26\d tokens \(1 × the training length\); at 512, 1.9\d+ times its .*", rope
+    )
+    assert alibi.startswith(
+        "alibi: within 3 % up to at least 512 tokens (2 × the training length); at 512, 1.000 times"
+    )
+    assert learned == "learned: within 3 % up to the end of its table, 256 tokens (1 × the training length)"
+    tags = re.findall("<(li|p|figure|table|h2|details|pre)[ >]", page)
+    order = [tag for i, tag in enumerate(tags) if i == 0 or tag != tags[i - 1]]
+    tables = ["table", "p"] * len(report.tables)
+    assert order == ["li", "p", "figure", *tables, "h2", "figure", "table", "p", "details", "table", "p", "pre"]
+    assert page.index("take care") < page.index("<figure")
+    assert page.index("train.py &lt;pos=rope&gt;") > page.index("<details")
+
+
 def test_the_page_says_how_much_validation_text_was_trained_on(tmp_path):
     Report([measurement(val_covered=0.1234, val_covered_of_train=0.5)]).write(tmp_path, html=True)
-    assert "at least 12.3% of its bytes in the training text too" in (tmp_path / "report.html").read_text()
+    assert "at least 12.3 % of its bytes in the training text too" in (tmp_path / "report.html").read_text()
 
 
 def test_what_cannot_be_compared_is_said():
@@ -237,7 +331,7 @@ BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "
 @pytest.mark.skipif(BROWSER is None, reason="needs Chromium (Debian: apt-get install chromium)")
 def test_the_page_opens_in_a_browser_with_its_images_and_without_a_request(tmp_path):
     seeds = [measurement(f"rope_seed{seed}", (1.0 + seed, 2.0), seed, "rope") for seed in range(2)]
-    runs = [*seeds, measurement("alibi", (1.0, 1.1))]
+    runs = [*seeds, measurement("alibi", (1.0, 1.9))]
     settings = {"rope_seed0": {"seed": 0}, "alibi": {"seed": 0, "pos": "alibi"}}
     Report(runs, commands=["train.py <pos=rope>"], settings=settings).write(tmp_path, html=True)
     # Sorts the first table by its last column, then writes what the page holds into its title, which is dumped.

@@ -104,3 +104,25 @@ def test_a_cache_and_a_tables_end_are_refused():
     net(tokens, first_position=27)
     with pytest.raises(ValueError, match="position 32 is past the learned table"):
         net(tokens, first_position=28)
+
+
+@pytest.mark.parametrize("name", ["rope", "sinusoidal", "none"])
+def test_positions_may_be_given(name):
+    net = small_model({"name": name})
+    tokens, positions = random_tokens(net, 2, 5), torch.tensor([0, 3, 4, 9, 30])
+    torch.testing.assert_close(net(tokens, positions=torch.arange(7, 12)), net(tokens, first_position=7))
+    given = net(tokens, positions=positions)
+    embed, rotation = net.pos.embed, net.pos.rotation
+    net.pos.embed = lambda rows, _: embed(rows, positions)
+    net.pos.rotation = lambda _, length: rotation(positions, length)
+    torch.testing.assert_close(net(tokens), given)
+
+
+def test_given_positions_are_refused_where_they_have_no_meaning():
+    positions = torch.arange(5)
+    for net in (small_model({"name": "alibi"}), small_model({"name": "rope"}, layers=["window"], window=3)):
+        with pytest.raises(ValueError, match="for schemes that add no bias"):
+            net(random_tokens(net, 1, 5), positions=positions)
+    net = small_model({"name": "learned"})
+    with pytest.raises(ValueError, match="position 104 is past the learned table"):
+        net(random_tokens(net, 1, 5), positions=positions + 100)
