@@ -193,7 +193,7 @@ def evaluate_runs(config: DictConfig, ranks: runs.Ranks = runs.Ranks()) -> list[
     several = f"{config.root}/{datetime.now():%Y-%m-%d_%H-%M-%S}_comparison"
     out = Path(config.out or (folders[0] if len(folders) == 1 else several)).expanduser()
     if any(run.settings.task for run in opened):
-        return evaluate_tasks(config, opened, out, device, precision) if ranks.first else []
+        return evaluate_tasks(config, opened, out, device) if ranks.first else []
     opened = [with_text(run, config.cache, ranks) for run in opened]
     scoring = scoring_of(config, opened)
     planned, skipped = plan_runs(config, opened)
@@ -249,10 +249,8 @@ def wandb_of(run: Run, config: DictConfig) -> Any:
     return runs.start_wandb(to, run.folder, run.origin["wandb_id"], job_type="eval", name=name)
 
 
-def evaluate_tasks(
-    config: DictConfig, opened: list[Run], out: Path, device: torch.device, precision: str
-) -> list[dict]:
-    """Runs of data=task: exact match on the test strings of each run's own task."""
+def evaluate_tasks(config: DictConfig, opened: list[Run], out: Path, device: torch.device) -> list[dict]:
+    """Runs of data=task: exact match on the test strings of each run's own task, in the precision of its training."""
     of_text = [f"runs=[{run.settings.name}]" for run in opened if not run.settings.task]
     of_text += [f"{key}={config[key]}" for key in ("lengths", "truncated", *PROBES, "sort", "reference") if config[key]]
     if of_text:
@@ -260,6 +258,8 @@ def evaluate_tasks(
     planned, skipped = plan_runs(config, opened)
     answers = []
     for run in planned:
+        wanted = run.settings.precision if config.precision == "auto" else config.precision
+        precision = runs.pick_precision(wanted, device)
         about = {"run": run.label, "folder": str(run.folder), "checkpoint": run.checkpoint.stem, "key": run.key}
         about |= {"precision": precision, "seed": run.settings.seed}
         model, task = load_weights(run.checkpoint, device, run.scaling), task_of(run.settings)
