@@ -31,7 +31,7 @@ from model import GPT, GPTConfig
 from model.checkpoint import latest_checkpoint, load_state, load_weights, prune_checkpoints, save_checkpoint
 from runs import devices, processes, tracking
 from runs import folder as run_folder
-from runs.settings import TrainConfig, check_settings, checked, fitting_lengths
+from runs.settings import TrainConfig, check_settings, checked, fitting_lengths, scheme_name
 
 log = logging.getLogger("ropewalk")
 
@@ -298,7 +298,7 @@ class Trainer:
             self.provenance |= {**here, "fingerprint": self.files.fingerprint}
         plain = run_folder.write_run(self.folder, self.config, self.provenance)
         self.metrics = run_folder.MetricsFile(self.folder / "metrics.jsonl", self.step)
-        wandb_id, identity = self.provenance["wandb_id"], tracking.wandb_identity(self.config)
+        wandb_id, identity = self.provenance["wandb_id"], tracking.wandb_identity(self.config, scheme_name(self.config))
         self.wandb = tracking.start_wandb(self.config.wandb, self.folder, wandb_id, plain, **identity)
         outputs.push(lambda kind, *_: tracking.finish_wandb(self.wandb, failed=kind is not None))
 

@@ -20,9 +20,8 @@ def new_wandb_id() -> str:
     return uuid.uuid4().hex[:8]
 
 
-def wandb_identity(config: DictConfig) -> dict:
-    """How a training is found among others: runs of one scheme are a group, its seeds the runs in it."""
-    pos = config.pos.name + ("_linear" if config.model.get("attention") == "linear" else "")
+def wandb_identity(config: DictConfig, pos: str) -> dict:
+    """How a training is found among others: runs of one scheme, named pos, are a group, its seeds the runs in it."""
     scaled = config.scaling is not None and config.scaling.name != "none"
     group = config.wandb.group or (f"{pos}_{config.scaling.name}" if scaled else pos)
     tags = [f"pos={pos}", f"layers={config.model.n_layer}", f"train_length={config.model.train_length}"]

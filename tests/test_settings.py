@@ -18,7 +18,7 @@ from runs import CONFIGS, TrainConfig, checked, pick_device, pick_precision
 from runs.settings import check_settings, run_dir
 from runs.tracking import new_wandb_id
 
-GROUPS = ("preset", "model", "pos", "scaling", "data", "tokenizer", "experiment")
+GROUPS = ("preset", "model", "layers", "pos", "scaling", "data", "tokenizer", "experiment")
 CHOICES = [(group, path.stem) for group in GROUPS for path in sorted((CONFIGS / group).glob("*.yaml"))]
 
 
