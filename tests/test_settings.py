@@ -43,7 +43,8 @@ def test_every_choice_composes_and_builds(group, choice, monkeypatch):
     assert model.pos.__class__ is SCHEMES[config.pos.name]
     if group not in ("experiment", "preset"):
         for key, value in OmegaConf.load(CONFIGS / group / f"{choice}.yaml").items():
-            assert config[group][key] == value or needed  # a chosen group wins over the primary file
+            block = config["model" if group == "layers" else group]
+            assert block[key] == value or needed  # a chosen group wins over the primary file
 
 
 def test_every_scheme_and_scaling_has_a_file_that_lists_its_keys():
