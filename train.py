@@ -107,7 +107,11 @@ class Trainer:
         pending = state.get("pending", [])  # those of a run that was stopped between two rows
         self.pending = [(step, *torch.tensor(values, device=self.device)) for step, *values in pending]
         self.saved = state.get("step")  # the step of the last checkpoint
-        self.provenance = run_folder.read_run(folder)[1] if config.resume else {"wandb_id": tracking.new_wandb_id()}
+        self.provenance = (
+            run_folder.read_run(folder)[1]
+            if config.resume
+            else {"wandb_id": tracking.new_wandb_id(scheme_name(config))}
+        )
         self.forward = self._forward()
 
     def _check_resumable(self, weights: Path, state: dict) -> int:
