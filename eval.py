@@ -17,7 +17,6 @@ import logging
 import shlex
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -26,75 +25,31 @@ from typing import Any
 import hydra
 import torch
 from hydra.core.config_store import ConfigStore
-from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 import runs
 from data import DataConfig, Tokenizer, get_tokenizer, prepare
 from measure import Measurement, Report, Scoring, Text, comparability, evaluate_lengths, measure
-from measure.curves import log_curve, log_measurements
+from measure.answers import AnswerReport, Answers, evaluate_task, log_answers
+from measure.curves import log_measurements
 from measure.groups import labels_of, scaling_words, seedless
 from measure.passes import Progress
 from measure.probes import PROBES
 from measure.report import coverage
-from measure.windows import PROTOCOLS
+from measure.windows import PROTOCOLS, default_lengths, default_stride
 from model import GPTConfig
 from model.checkpoint import checkpoints, latest_checkpoint, load_weights, read_config, step_of
 from model.checks import check_whole
 from model.positions import SCHEMES, build_scheme
+from runs.settings import EvalConfig, task_of, vocab_size_of
 
-__all__ = ["evaluate_lengths", "log_curve"]  # also for scripts and notebooks, and for train.py
+__all__ = ["evaluate_lengths", "evaluate_task"]  # also for scripts and notebooks
 
 log = logging.getLogger("ropewalk")
 
-MULTIPLES = (1, 1.25, 1.5, 2, 4)
-
-
-@dataclass
-class EvalConfig:
-    """Types of eval.py's settings; configs/eval.yaml has the values and says what they mean."""
-
-    task: str = MISSING
-    runs: Any = MISSING
-    root: str = MISSING
-    checkpoint: int | None = MISSING
-    protocol: str = MISSING
-    lengths: list[int] | None = MISSING
-    stride: int | None = MISSING
-    max_targets: int | None = MISSING
-    documents: str | None = MISSING
-    by_position: bool = MISSING
-    truncated: bool = MISSING
-    recall: bool = MISSING
-    shift: bool = MISSING
-    attention: bool = MISSING
-    scaling: dict[str, Any] | None = None
-    scalings: list[Any] | None = MISSING
-    reference: str | None = MISSING
-    sort: str | None = MISSING
-    device: str = MISSING
-    precision: str = MISSING
-    out: str | None = MISSING
-    cache: str | None = MISSING
-    prompt: Any = MISSING
-    tokens: int = MISSING
-    temperature: float = MISSING
-    top_k: int | None = MISSING
-    top_p: float | None = MISSING
-    seed: int = MISSING
-    wandb: dict[str, str] = MISSING
-
 
 ConfigStore.instance().store(name="eval_schema", node=EvalConfig)
-
-
-def default_lengths(train_length: int, multiples: Sequence[float] = MULTIPLES) -> list[int]:
-    return sorted({max(1, round(multiple * train_length)) for multiple in multiples})
-
-
-def default_stride(train_length: int, lengths: Sequence[int]) -> int:
-    """Half the training length, but no more than the shortest length; 1 for no lengths, which are refused later."""
-    return max(1, min(train_length // 2, min(lengths, default=1)))
 
 
 @dataclass(frozen=True)
@@ -106,7 +61,7 @@ class Run:
     origin: dict  # where it was trained
     checkpoint: Path
     config: GPTConfig
-    tokenizer: Tokenizer
+    tokenizer: Tokenizer | None  # None: a run of data=task
     text: Text | None = None
     scaling: dict | None = None
     label: str = ""
@@ -134,14 +89,16 @@ def open_run(folder: Path, step: int | None) -> Run:
     if step is not None and step not in of_step:
         raise FileNotFoundError(f"checkpoint={step}: {folder} has checkpoints of steps {', '.join(map(str, of_step))}")
     path = latest_checkpoint(folder) if step is None else of_step[step]
-    plain, tokenizer, config = OmegaConf.to_container(settings), get_tokenizer(**settings.tokenizer), read_config(path)
-    described = {"vocab_size": tokenizer.vocab_size, "pos": plain["pos"], "scaling": plain["scaling"]}
+    plain, config, vocab_size = OmegaConf.to_container(settings), read_config(path), vocab_size_of(settings)
+    described = {"vocab_size": vocab_size, "pos": plain["pos"], "scaling": plain["scaling"]}
     expected = asdict(GPTConfig.from_dict(plain["model"], **described))
     for key, value in asdict(config).items():
         if value != expected[key]:
             raise ValueError(f"{folder}: config.yaml says {key}={expected[key]}, its checkpoint {value}")
-    if step is None and 0 < step_of(path) < settings.train.max_steps:  # 0: weights from elsewhere
+    ends_early = settings.task is not None and settings.task.stop_at is not None
+    if step is None and 0 < step_of(path) < settings.train.max_steps and not ends_early:  # 0: weights from elsewhere
         log.warning("%s: step %d of %d, not trained to its end", folder, step_of(path), settings.train.max_steps)
+    tokenizer = None if settings.task else get_tokenizer(**settings.tokenizer)
     return Run(folder, settings, origin, path, config, tokenizer)
 
 
@@ -169,7 +126,9 @@ def plan_runs(config: DictConfig, opened: list[Run]) -> tuple[list[Run], list[st
     """Every run under every scaling that makes sense for it, and why others do not."""
     planned, skipped = [], []
     for run in opened:
-        model = f"{run.checkpoint.stem} {run.text.about} {seedless(OmegaConf.to_container(run.settings))}"
+        model = seedless(OmegaConf.to_container(run.settings))
+        if run.text:
+            model = f"{run.checkpoint.stem} {run.text.about} {model}"
         for scaling in scalings_of(config):
             label = " ".join([run.settings.name, *scaling_words(scaling)])
             stretched = scaling is not None and scaling["name"] != "none"
@@ -230,11 +189,14 @@ def evaluate_runs(config: DictConfig, ranks: runs.Ranks = runs.Ranks()) -> list[
     precision = runs.pick_precision(config.precision, device)
     # The first process chooses: a moment later another run may be the latest.
     folders = ranks.share(run_folders(config) if ranks.first else None)
-    opened = [with_text(open_run(folder, config.checkpoint), config.cache, ranks) for folder in folders]
-    scoring = scoring_of(config, opened)
-    planned, skipped = plan_runs(config, opened)
+    opened = [open_run(folder, config.checkpoint) for folder in folders]
     several = f"{config.root}/{datetime.now():%Y-%m-%d_%H-%M-%S}_comparison"
     out = Path(config.out or (folders[0] if len(folders) == 1 else several)).expanduser()
+    if any(run.settings.task for run in opened):
+        return evaluate_tasks(config, opened, out, device, precision) if ranks.first else []
+    opened = [with_text(run, config.cache, ranks) for run in opened]
+    scoring = scoring_of(config, opened)
+    planned, skipped = plan_runs(config, opened)
     check_names(config, planned, scoring)
     total = sum(scoring.cost(run.text, build_scheme(run.config)) for run in planned)
     for run in opened:
@@ -273,11 +235,43 @@ def evaluate_runs(config: DictConfig, ranks: runs.Ranks = runs.Ranks()) -> list[
                 Report([measurement for found in mine for measurement in found]).write(run.folder)
         except OSError as error:  # somebody else's run; the comparison holds all of it
             log.warning("note: %s", error)
-        mode = {"mode": config.wandb.mode if run.settings.wandb.mode != "disabled" else "disabled"}
-        to, name = OmegaConf.merge(run.settings.wandb, mode), run.settings.name
-        with runs.start_wandb(to, run.folder, run.origin["wandb_id"], job_type="eval", name=name) as wandb_run:
+        with wandb_of(run, config) as wandb_run:
             for found in mine:
                 log_measurements(found, report, wandb_run)
+    log.info("wrote    %s", out / "report.html")
+    return report.results
+
+
+def wandb_of(run: Run, config: DictConfig) -> Any:
+    """The wandb run that a training began, to log to."""
+    mode = {"mode": config.wandb.mode if run.settings.wandb.mode != "disabled" else "disabled"}
+    to, name = OmegaConf.merge(run.settings.wandb, mode), run.settings.name
+    return runs.start_wandb(to, run.folder, run.origin["wandb_id"], job_type="eval", name=name)
+
+
+def evaluate_tasks(
+    config: DictConfig, opened: list[Run], out: Path, device: torch.device, precision: str
+) -> list[dict]:
+    """Runs of data=task: exact match on the test strings of each run's own task."""
+    of_text = [f"runs=[{run.settings.name}]" for run in opened if not run.settings.task]
+    of_text += [f"{key}={config[key]}" for key in ("lengths", "truncated", *PROBES, "sort", "reference") if config[key]]
+    if of_text:
+        raise ValueError(f"{of_text[0]}: not with runs of data=task, which are measured on their own task.test")
+    planned, skipped = plan_runs(config, opened)
+    answers = []
+    for run in planned:
+        with runs.autocast(device, precision):
+            rows = evaluate_task(load_weights(run.checkpoint, device, run.scaling), task_of(run.settings))
+        about = {"run": run.label, "task": run.settings.task.name, "folder": str(run.folder)}
+        about |= {"checkpoint": run.checkpoint.stem, "pos": run.config.pos}
+        answers.append(Answers(about | {"precision": precision, "seed": run.settings.seed, "key": run.key}, rows))
+        with wandb_of(run, config) as wandb_run:
+            stretched = "".join(f"_{word}" for word in scaling_words(run.scaling))
+            log_answers(rows, f"extrapolation/{run.settings.task.name}{stretched}", wandb_run.log, wandb_run)
+    commands = [*dict.fromkeys(str(run.origin.get("command", "?")) for run in opened), shlex.join(sys.argv)]
+    report = AnswerReport(answers, [*commands, *(f"left out {reason}" for reason in skipped)])
+    report.write(out, html=True)
+    print(report.text())
     log.info("wrote    %s", out / "report.html")
     return report.results
 
@@ -300,6 +294,8 @@ def sample_text(config: DictConfig, ranks: runs.Ranks = runs.Ranks()) -> list[st
     if len(folders) > 1 or len(scalings) > 1:
         raise ValueError("task=sample: takes one run and one scaling")
     run, device = open_run(folders[0], config.checkpoint), runs.pick_device(config.device)
+    if run.settings.task:
+        raise ValueError(f"task=sample: {run.folder} is a run of data=task, whose strings are no text")
     precision = runs.pick_precision(config.precision, device)
     model, end = load_weights(run.checkpoint, device, scalings[0]), run.tokenizer.end_of_document
     given = [str(one) for one in (config.prompt if OmegaConf.is_list(config.prompt) else [config.prompt])]

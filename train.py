@@ -24,26 +24,29 @@ from torch.nn.utils import clip_grad_norm_
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
-from data import DataConfig, absolute, draw_batch, draw_positions, get_tokenizer, prepare
-from eval import default_lengths, default_stride, log_curve
+from data import DataConfig, TokenFiles, absolute, draw_batch, draw_positions, get_tokenizer, prepare
 from measure import Report, Scoring, Text, measure, with_error
+from measure.answers import AnswerReport, Answers, evaluate_task, log_answers, with_interval
+from measure.curves import log_curve
+from measure.windows import default_lengths, default_stride
 from model import GPT, GPTConfig
 from model.checkpoint import latest_checkpoint, load_state, load_weights, prune_checkpoints, save_checkpoint
 from runs import devices, processes, tracking
 from runs import folder as run_folder
-from runs.settings import TrainConfig, check_settings, checked, fitting_lengths, scheme_name
+from runs.settings import (
+    TrainConfig,
+    check_settings,
+    checked,
+    fitting_lengths,
+    lr_at,
+    scheme_name,
+    step_to_resume,
+    task_of,
+)
 
 log = logging.getLogger("ropewalk")
 
 ConfigStore.instance().store(name="train_schema", node=TrainConfig)
-
-
-def lr_at(step: int, t: DictConfig) -> float:
-    """Learning rate of update number `step`, from 0: linear warm-up, then a cosine down to min_lr_ratio · lr."""
-    if step < t.warmup_steps:
-        return t.lr * (step + 1) / t.warmup_steps
-    progress = (step - t.warmup_steps) / max(1, t.max_steps - 1 - t.warmup_steps)
-    return t.lr * (t.min_lr_ratio + (1 - t.min_lr_ratio) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress))))
 
 
 class Trainer:
@@ -54,32 +57,20 @@ class Trainer:
         self.device = devices.pick_device(config.device, ranks.local_rank)
         self.precision = devices.pick_precision(config.precision, self.device)
         self.autocast = devices.autocast(self.device, self.precision)
-        self.sharded, self.step_tokens = config.sharding == "fsdp", t.batch_size * config.model.train_length
+        self.task, self.solved, self.sharded = task_of(config), False, config.sharding == "fsdp"
+        self.step_tokens = t.batch_size * (self.task.width if self.task else config.model.train_length)  # with padding
         devices.set_numerics(t.tf32 and self.device.type == "cuda", config.deterministic)
-        log.info(
-            "device   %s, %s, %d process(es), preset=%s", self.device, self.precision, ranks.world_size, config.preset
-        )
+        log.info(f"device   {self.device}, {self.precision}, {ranks.world_size} process(es), preset={config.preset}")
 
-        tokenizer, data_config = get_tokenizer(**config.tokenizer), DataConfig(**config.data)
-        self.files = ranks.in_turn(lambda: prepare(data_config, tokenizer, say=log.info))
-        corpus, tokens, documents = (self.files.meta[key] for key in ("corpus", "tokens", "documents"))
-        log.info(
-            f"data     {corpus}: {tokens['train']:,} training and {tokens['val']:,} validation tokens in "
-            f"{documents['train']} and {documents['val']} documents, fingerprint {self.files.fingerprint}"
-        )
-        about = {"corpus": corpus, "fingerprint": self.files.fingerprint, "tokenizer": tokenizer.name}
-        self.text = Text(self.files.val, self.files.val_offsets, tokenizer.bytes_per_token, about)
-        v, wanted = config.val, default_lengths(config.model.train_length, [1, *config.val.multiples])
-        lengths = fitting_lengths(wanted, config.model.train_length, self.files)
-        stride = v.stride or default_stride(config.model.train_length, lengths)
-        self.scoring = Scoring(tuple(lengths), stride=stride, max_targets=v.max_targets)
-        self.scoring.pieces(self.text)  # refuses what does not fit the text
+        source = self.task or self._open_text()
+        self.fingerprint = source.fingerprint
+        log.info("data     %s", source.summary)
 
         self.step, state = 0, {}
         if config.resume:
             weights = Path(ranks.share(str(latest_checkpoint(folder)) if ranks.first else None))
             self.model, state = load_weights(weights), load_state(weights)
-            self.step = self._check_resumable(weights, state)
+            self.step = step_to_resume(folder, state, self.fingerprint, t.max_steps)
         else:
             torch.manual_seed(config.seed)
             self.model = GPT(gpt_config)
@@ -114,15 +105,19 @@ class Trainer:
         )
         self.forward = self._forward()
 
-    def _check_resumable(self, weights: Path, state: dict) -> int:
-        """The step of a checkpoint. ValueError where this run cannot go on from it."""
-        step, most, trained_on = state["step"], self.config.train.max_steps, state["fingerprint"]
-        if trained_on != self.files.fingerprint:
-            raise ValueError(f"resume={self.folder}: was trained on data {trained_on}, not {self.files.fingerprint}")
-        if step > most:
-            raise ValueError(f"resume={self.folder}: has {step} steps; raise train.max_steps={most}")
-        log.info("resume   %s, step %d of %d", weights, step, most)
-        return step
+    def _open_text(self) -> TokenFiles:
+        """The corpus, and what of it is to be scored on which lengths."""
+        config = self.config
+        tokenizer, data_config = get_tokenizer(**config.tokenizer), DataConfig(**config.data)
+        self.files = files = self.ranks.in_turn(lambda: prepare(data_config, tokenizer, say=log.info))
+        about = {"corpus": files.meta["corpus"], "fingerprint": files.fingerprint, "tokenizer": tokenizer.name}
+        self.text = Text(files.val, files.val_offsets, tokenizer.bytes_per_token, about)
+        v, wanted = config.val, default_lengths(config.model.train_length, [1, *config.val.multiples])
+        lengths = fitting_lengths(wanted, config.model.train_length, files)
+        stride = v.stride or default_stride(config.model.train_length, lengths)
+        self.scoring = Scoring(tuple(lengths), stride=stride, max_targets=v.max_targets)
+        self.scoring.pieces(self.text)  # refuses what does not fit the text
+        return files
 
     def _forward(self) -> nn.Module:
         """The model as it is called in training: compiled, and averaging gradients over the processes."""
@@ -157,7 +152,7 @@ class Trainer:
             # A checkpoint is written before its step is measured, so a resumed run measures first.
             nll = self._evaluate() if self.step and self._due(t.eval_every) else math.nan
             clock, counted, began = time.perf_counter(), self.step, self.step
-            while self.step < t.max_steps:
+            while self.step < t.max_steps and not self.solved:
                 self._update()
                 self.step += 1
                 bar.update()
@@ -193,17 +188,21 @@ class Trainer:
             group["lr"] = lr_at(self.step, t)
         inputs, targets = self._batch()
         positions = draw_positions(inputs.shape[1], t.position_range, c.seed, self.step)
-        positions = None if positions is None else torch.from_numpy(positions).to(self.device)
+        place = {"positions": None if positions is None else torch.from_numpy(positions).to(self.device)}
+        scored = self.step_tokens
+        if self.task:
+            scored = self.ranks.add_up((targets != -100).sum())
+            place |= {"first_position": self.task.first_position(c.seed, self.step)}
         micro = t.micro_batch_size or len(inputs)
         parts = list(zip(inputs.split(micro), targets.split(micro), strict=True))
         loss = torch.zeros((), device=self.device)
         for i, (x, y) in enumerate(parts):
             with processes.averaging(self.forward, last=i == len(parts) - 1):
                 with self.autocast:
-                    nll = self.forward(x, targets=y, positions=positions)  # (micro, T)
+                    nll = self.forward(x, targets=y, **place)  # (micro, T)
                 # A part's share of the mean over the global batch: the parts add up to one big batch, whatever their
                 # number. The factor undoes the mean over processes.
-                part = nll.sum() / self.step_tokens
+                part = nll.sum() / scored
                 self.scaler.scale(part * self.ranks.world_size).backward()
             loss += part.detach()
         self.ranks.add_up(loss)
@@ -217,8 +216,8 @@ class Trainer:
     def _batch(self) -> tuple[Tensor, Tensor]:
         """Inputs and targets of the step at hand on the device, int64 (B, T), B this process' share of the batch."""
         cuda, seed, length = self.device.type == "cuda", self.config.seed, self.config.model.train_length
-        where = (seed, self.step, self.ranks.rank, self.ranks.world_size)
-        batch = draw_batch(self.files.train, length, self.config.train.batch_size, *where)
+        where = (self.config.train.batch_size, seed, self.step, self.ranks.rank, self.ranks.world_size)
+        batch = self.task.batch(*where) if self.task else draw_batch(self.files.train, length, *where)
         tensors = (torch.from_numpy(np.ascontiguousarray(array)) for array in batch)
         return tuple((part.pin_memory() if cuda else part).to(self.device, non_blocking=True) for part in tensors)
 
@@ -248,6 +247,8 @@ class Trainer:
         c = self.config
         about = {"run": c.name, "folder": str(self.folder), "checkpoint": f"step_{self.step:06d}"}
         about |= {"precision": self.precision, "seed": c.seed}
+        if self.task:
+            return self._evaluate_task(about)
         with self.autocast:  # measure() reports its progress in all processes at once
             (measurement,) = measure(self.model, self.text, self.scoring, about, self._stop_if_asked, self.ranks)
         self.model.train()
@@ -261,10 +262,25 @@ class Trainer:
             report = Report([measurement])
             report.write(self.folder, html=False)
             log_curve(measurement.rows, "extrapolation/final", self._record, self.wandb)
-            log.info(
-                "%s\n\n%s", report.text(), run_folder.next_commands(self.folder, c.pos.name, c.wandb.mode != "disabled")
-            )
+            following = run_folder.next_commands(self.folder, c.pos.name, c.wandb.mode != "disabled")
+            log.info("%s\n\n%s", report.text(), following)
         return at_train["nll"]
+
+    def _evaluate_task(self, about: dict) -> float:
+        """The share of wrong answers in the first range. Exact match in all is recorded, and reported at the end."""
+        with self.autocast:
+            rows = self.ranks.share(evaluate_task(self.model, self.task))
+        shown = ", ".join(f"{row['range']}: {with_interval(row)}" for row in rows)
+        log.info("step %d  exact match at %s", self.step, shown)
+        self._record({f"val/exact_match_{row['range']}": row["exact_match"] for row in rows})
+        right = rows[0]["exact_match"] or 0.0
+        if self.task.stop_at is not None and right >= self.task.stop_at:
+            self.solved = True
+            self._checkpoint()
+        if self.ranks.first and (self.solved or self.step == self.config.train.max_steps):
+            log_answers(rows, "extrapolation/final", self._record, self.wandb)
+            AnswerReport([Answers({"task": self.task.name, **about}, rows)]).write(self.folder)
+        return 1 - right
 
     def _checkpoint(self) -> None:
         """Write what a later process needs to go on from here, unless that was done already."""
@@ -273,7 +289,7 @@ class Trainer:
         pending = self._finite_steps()  # weights that are not finite must not be kept
         weights, optimizer = processes.whole_state(self.model, self.optimizer, self.sharded)
         if self.ranks.first:
-            state = {"step": self.step, "fingerprint": self.files.fingerprint, "pending": pending}
+            state = {"step": self.step, "fingerprint": self.fingerprint, "pending": pending}
             state |= {"optimizer": optimizer, "scaler": self.scaler.state_dict()}
             self.metrics.sync()
             save_checkpoint(self.folder, self.step, self.model.config, weights, state)
@@ -299,7 +315,7 @@ class Trainer:
             prune_checkpoints(self.folder, self.config.train.keep, self.step)
             self.provenance["resumed"] = [*self.provenance.get("resumed", []), here]
         else:
-            self.provenance |= {**here, "fingerprint": self.files.fingerprint}
+            self.provenance |= {**here, "fingerprint": self.fingerprint}
         plain = run_folder.write_run(self.folder, self.config, self.provenance)
         self.metrics = run_folder.MetricsFile(self.folder / "metrics.jsonl", self.step)
         wandb_id, identity = self.provenance["wandb_id"], tracking.wandb_identity(self.config, scheme_name(self.config))

@@ -1,12 +1,14 @@
-"""Text to batches: corpora (through `datasets`), tokenizers (through `tiktoken`), token files, batches."""
+"""Text to batches: corpora (through `datasets`), tokenizers (through `tiktoken`), token files; tasks; batches."""
 
 from data.batches import draw_batch, draw_positions, window_starts
 from data.corpora import DataConfig, absolute
+from data.tasks import Task
 from data.tokenizers import Tokenizer, get_tokenizer
 from data.tokens import TokenFiles, prepare
 
 __all__ = [
     "DataConfig",
+    "Task",
     "TokenFiles",
     "Tokenizer",
     "absolute",

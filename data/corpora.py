@@ -22,7 +22,8 @@ import fsspec
 
 from model.checks import check_whole
 
-KINDS = {"stdlib": None, "files": "'texts/*.txt'", "hub": "owner/name", "bin": "<folder of .bin files>"}  # with a path
+# with a path; task: strings of data/tasks.py, no text
+KINDS = {"stdlib": None, "task": None, "files": "'texts/*.txt'", "hub": "owner/name", "bin": "<folder of .bin files>"}
 TEXT, ROWS = (".txt", ".py"), (".jsonl",)  # read as they are, or packed
 ENDINGS = (*(ending + packed for ending in TEXT + ROWS for packed in ("", ".gz", ".zst")), ".parquet")
 BLOCK = 1 << 20  # characters of a text file read at once

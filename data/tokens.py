@@ -52,6 +52,14 @@ class TokenFiles:
         """Hash of the text and of its split, the same whatever the tokenizer; of ids made elsewhere, of the ids."""
         return self.meta["fingerprint"]
 
+    @property
+    def summary(self) -> str:
+        tokens, documents = self.meta["tokens"], self.meta["documents"]
+        return (
+            f"{self.meta['corpus']}: {tokens['train']:,} training and {tokens['val']:,} validation tokens in "
+            f"{documents['train']} and {documents['val']} documents, fingerprint {self.fingerprint}"
+        )
+
 
 def prepare(config: DataConfig, tokenizer: Tokenizer, say: Callable[[str], None] = print) -> TokenFiles:
     """The corpus' token files, made if they are not there yet.

@@ -11,7 +11,17 @@ from itertools import pairwise
 import numpy as np
 
 PROTOCOLS = ("sliding", "nonoverlapping")
+MULTIPLES = (1, 1.25, 1.5, 2, 4)  # of the training length: the lengths that are measured by default
 PLACES = 32  # a cap on the scored tokens keeps windows at so many places of the text, neighbours together
+
+
+def default_lengths(train_length: int, multiples: Sequence[float] = MULTIPLES) -> list[int]:
+    return sorted({max(1, round(multiple * train_length)) for multiple in multiples})
+
+
+def default_stride(train_length: int, lengths: Sequence[int]) -> int:
+    """Half the training length, but no more than the shortest length; 1 for no lengths, which are refused later."""
+    return max(1, min(train_length // 2, min(lengths, default=1)))
 
 
 @dataclass(frozen=True)

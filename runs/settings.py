@@ -1,4 +1,4 @@
-"""Settings of a training: what there is, of what type, and what is refused before any work is done."""
+"""Settings of the two commands: what there is, of what type, and what is refused before any work is done."""
 
 import itertools
 import logging
@@ -15,7 +15,8 @@ from hydra.experimental.callback import Callback
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from data import DataConfig, TokenFiles, get_tokenizer
+from data import DataConfig, Task, TokenFiles, get_tokenizer
+from data.tasks import TASKS
 from model import GPTConfig
 from model.checks import check_whole
 from runs.tracking import MODES
@@ -39,6 +40,7 @@ class TrainSettings:
     batch_size: int = MISSING
     micro_batch_size: int | None = None
     lr: float = MISSING
+    schedule: str = "cosine"
     min_lr_ratio: float = MISSING
     warmup_steps: int = MISSING
     weight_decay: float = MISSING
@@ -86,10 +88,46 @@ class TrainConfig:
     pos: dict[str, Any] = MISSING
     scaling: dict[str, Any] | None = None
     data: DataConfig = MISSING
+    task: Task | None = None
     tokenizer: TokenizerSettings = field(default_factory=TokenizerSettings)
     train: TrainSettings = field(default_factory=TrainSettings)
     val: ValSettings = field(default_factory=ValSettings)
     wandb: WandbSettings = field(default_factory=WandbSettings)
+
+
+@dataclass
+class EvalConfig:
+    """Types of eval.py's settings; configs/eval.yaml has the values and says what they mean."""
+
+    task: str = MISSING
+    runs: Any = MISSING
+    root: str = MISSING
+    checkpoint: int | None = MISSING
+    protocol: str = MISSING
+    lengths: list[int] | None = MISSING
+    stride: int | None = MISSING
+    max_targets: int | None = MISSING
+    documents: str | None = MISSING
+    by_position: bool = MISSING
+    truncated: bool = MISSING
+    recall: bool = MISSING
+    shift: bool = MISSING
+    attention: bool = MISSING
+    scaling: dict[str, Any] | None = None
+    scalings: list[Any] | None = MISSING
+    reference: str | None = MISSING
+    sort: str | None = MISSING
+    device: str = MISSING
+    precision: str = MISSING
+    out: str | None = MISSING
+    cache: str | None = MISSING
+    prompt: Any = MISSING
+    tokens: int = MISSING
+    temperature: float = MISSING
+    top_k: int | None = MISSING
+    top_p: float | None = MISSING
+    seed: int = MISSING
+    wandb: dict[str, str] = MISSING
 
 
 def machine() -> str:
@@ -164,6 +202,49 @@ def checked(config: DictConfig, schema: type) -> DictConfig:
         raise ValueError(str(error).splitlines()[0] + f" (setting {error.full_key})") from error
 
 
+def step_to_resume(folder: Path, state: dict, fingerprint: str, most: int) -> int:
+    """The step of a checkpoint's state. ValueError where a run cannot go on from it."""
+    if state["fingerprint"] != fingerprint:
+        raise ValueError(f"resume={folder}: was trained on data {state['fingerprint']}, not {fingerprint}")
+    if state["step"] > most:
+        raise ValueError(f"resume={folder}: has {state['step']} steps; raise train.max_steps={most}")
+    log.info("resume   %s, step %d of %d", folder, state["step"], most)
+    return state["step"]
+
+
+def lr_at(step: int, t: DictConfig) -> float:
+    """Learning rate of update number `step`, from 0: linear warm-up, then down to min_lr_ratio · lr."""
+    if step < t.warmup_steps:
+        return t.lr * (step + 1) / t.warmup_steps
+    progress = min(1.0, (step - t.warmup_steps) / max(1, t.max_steps - 1 - t.warmup_steps))
+    left = 1 - progress if t.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
+    return t.lr * (t.min_lr_ratio + (1 - t.min_lr_ratio) * left)
+
+
+def task_of(config: DictConfig) -> Task | None:
+    """The task of a run of data=task. ValueError for a task without it, and for a training length of one's own."""
+    if (config.data.kind == "task") != (config.task is not None):
+        known = ", ".join(TASKS)
+        raise ValueError(
+            f"data={config.data.name}: data=task needs task=<name>, out of {known}, and no other data has one"
+        )
+    if config.task is None:
+        return None
+    if config.task.random_offset and config.train.position_range > 1:
+        raise ValueError(f"train.position_range={config.train.position_range}: not with task.random_offset=true")
+    task, given = Task(**OmegaConf.to_container(config.task)), config.model.get("train_length")
+    if given not in (None, task.train_length):
+        raise ValueError(
+            f"model.train_length={given}: leave it out, task.train_max and task.test make it {task.train_length}"
+        )
+    return task
+
+
+def vocab_size_of(config: DictConfig) -> int:
+    task = task_of(config)
+    return task.vocab_size if task else get_tokenizer(**config.tokenizer).vocab_size
+
+
 def check_settings(config: DictConfig, world_size: int = 1) -> GPTConfig:
     """The model that the settings describe. ValueError, naming the setting, for what is wrong with any of them."""
     t, micro = config.train, config.train.micro_batch_size or 1
@@ -179,7 +260,12 @@ def check_settings(config: DictConfig, world_size: int = 1) -> GPTConfig:
     for key, below in {"weight_decay": math.inf, "min_lr_ratio": math.inf, "beta1": 1, "beta2": 1}.items():
         if not 0 <= t[key] < below:
             raise ValueError(f"train.{key}={t[key]}: must be at least 0, and below {below}")
-    known = {"train.compile": (True, False, "auto"), "sharding": ("none", "fsdp"), "wandb.mode": MODES}
+    known = {
+        "train.compile": (True, False, "auto"),
+        "train.schedule": ("cosine", "linear"),
+        "sharding": ("none", "fsdp"),
+        "wandb.mode": MODES,
+    }
     for key, values in known.items():
         if (found := OmegaConf.select(config, key)) not in values:
             raise ValueError(f"{key}={found!r}: use {', '.join(map(str, values))}")
@@ -192,7 +278,9 @@ def check_settings(config: DictConfig, world_size: int = 1) -> GPTConfig:
             f"train.batch_size={t.batch_size}: must be a multiple of train.micro_batch_size={micro} times the number "
             f"of processes, {world_size}"
         )
-    plain, vocab_size = OmegaConf.to_container(config), get_tokenizer(**config.tokenizer).vocab_size
+    if task := task_of(config):
+        config.model.train_length = task.train_length
+    vocab_size, plain = vocab_size_of(config), OmegaConf.to_container(config)
     return GPTConfig.from_dict(plain["model"], vocab_size=vocab_size, pos=plain["pos"], scaling=plain["scaling"])
 
 

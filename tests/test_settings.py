@@ -18,7 +18,7 @@ from runs import CONFIGS, TrainConfig, checked, pick_device, pick_precision
 from runs.settings import check_settings, run_dir
 from runs.tracking import new_wandb_id
 
-GROUPS = ("preset", "model", "layers", "pos", "scaling", "data", "tokenizer", "experiment")
+GROUPS = ("preset", "model", "layers", "pos", "scaling", "data", "task", "tokenizer", "experiment")
 CHOICES = [(group, path.stem) for group in GROUPS for path in sorted((CONFIGS / group).glob("*.yaml"))]
 
 
@@ -36,12 +36,13 @@ def test_every_choice_composes_and_builds(group, choice, monkeypatch):
     monkeypatch.setattr("runs.settings.get_tokenizer", found)
     # LongRoPE's divisors come from a search: there are no defaults to build with
     needed = [f"scaling.{side}={[1.0] * 32}" for side in ("short", "long")] if choice == "longrope" else []
+    needed += {"task": ["data=task"], "data": ["task=copy"] * (choice == "task")}.get(group, [])
     config = composed(f"{group}={choice}", *needed)
     DataConfig(**config.data)
     with torch.device("meta"):
         model = GPT(check_settings(config))
     assert model.pos.__class__ is SCHEMES[config.pos.name]
-    if group not in ("experiment", "preset"):
+    if group not in ("experiment", "preset", "task") and choice != "task":  # files of settings all over
         for key, value in OmegaConf.load(CONFIGS / group / f"{choice}.yaml").items():
             block = config["model" if group == "layers" else group]
             assert block[key] == value or needed  # a chosen group wins over the primary file
@@ -104,6 +105,9 @@ def test_the_preset_follows_the_machine_and_the_groups_follow_the_preset(cuda, m
         ("+pos.bas=3", r"pos\.bas"),
         ("pos.base=-3", r"pos\.base=-3"),
         ("tokenizer.name=gpt9", r"tokenizer\.name='gpt9'"),
+        ("train.schedule=step", r"train\.schedule='step': use cosine, linear"),
+        ("data=task", "data=task needs task=<name>, out of copy, "),
+        ("task=copy", "data=stdlib: data=task needs task=<name>"),
     ],
 )
 def test_wrong_settings_are_refused_by_name(override, words):

@@ -56,12 +56,14 @@ def test_accumulation_equals_one_big_batch(corpus, tmp_path):
 
 
 def test_learning_rate_has_the_known_points():
-    t = OmegaConf.create({"lr": 1.0, "min_lr_ratio": 0.1, "warmup_steps": 10, "max_steps": 111})
+    t = OmegaConf.create({"schedule": "cosine", "lr": 1.0, "min_lr_ratio": 0.1, "warmup_steps": 10, "max_steps": 111})
     assert [lr_at(step, t) for step in (0, 4, 9, 10)] == pytest.approx([0.1, 0.5, 1.0, 1.0])
     assert lr_at(60, t) == pytest.approx(0.55)  # half-way down the cosine
     assert lr_at(35, t) == pytest.approx(0.1 + 0.9 * (0.5 + math.sqrt(0.5) / 2))
     assert lr_at(110, t) == pytest.approx(0.1)
     assert all(lr_at(step, t) >= lr_at(step + 1, t) for step in range(10, 110))
+    t.schedule = "linear"
+    assert [lr_at(step, t) for step in (0, 10, 35, 60, 110)] == pytest.approx([0.1, 1, 0.775, 0.55, 0.1])
     t.warmup_steps = 0
     t.max_steps = 1
     assert lr_at(0, t) == 1.0

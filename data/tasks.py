@@ -1,0 +1,234 @@
+"""Tasks with a right answer: strings drawn as a function of (seed, step), no file on disk.
+
+Formats are those of Huang et al. 2024, "A Formal Framework for Understanding Length Generalization in Transformers":
+begin, input, separator, answer, end; only the answer and the end are targets. `mqar` (Arora et al. 2023, "Zoology") has
+its answers inside the string, each after its query. A new task is one function and one line in TASKS.
+"""
+
+import math
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.random import Generator
+
+from model.checks import check_whole, is_number
+from model.registry import lookup
+
+BEGIN, SEPARATOR, END, PAD, SYMBOL = range(5)  # SYMBOL: the id of a task's first symbol
+HELD_OUT = 8  # one string of so many is for tests only
+LARGE = 2**20  # so many strings of a length are enough to hold some of them out
+KEYS = VALUES = 64  # of mqar
+
+String = tuple[list[int], list[bool]]  # ids, and which of them are targets
+
+
+def framed(given: np.ndarray, answer: np.ndarray) -> String:
+    """Symbols, counted from 0, as a whole string."""
+    ids = [BEGIN, *(SYMBOL + given).tolist(), SEPARATOR, *(SYMBOL + answer).tolist(), END]
+    return ids, [False] * (len(given) + 2) + [True] * (len(answer) + 1)
+
+
+def copy(rng: Generator, length: int, symbols: int) -> String:
+    """Distinct symbols; the same again."""
+    given = rng.permutation(symbols)[:length]
+    return framed(given, given)
+
+
+def reverse(rng: Generator, length: int, symbols: int) -> String:
+    given = rng.permutation(symbols)[:length]
+    return framed(given, given[::-1])
+
+
+def sort(rng: Generator, length: int, symbols: int) -> String:
+    given = rng.permutation(symbols)[:length]
+    return framed(given, np.sort(given))
+
+
+def repeat_copy(rng: Generator, length: int, symbols: int) -> String:
+    """Symbols out of two; the same again."""
+    given = rng.integers(symbols, size=length)
+    return framed(given, given)
+
+
+def majority(rng: Generator, length: int, symbols: int) -> String:
+    """Bits, whose number of ones is uniform; the bit that most of them are. No ties."""
+    ones = int(rng.integers(length + 1))
+    while 2 * ones == length:
+        ones = int(rng.integers(length + 1))
+    return framed(rng.permutation(length) < ones, np.array([2 * ones > length]))
+
+
+def parity(rng: Generator, length: int, symbols: int) -> String:
+    """Bits, whose number of ones is uniform; whether that is odd, as a symbol of its own: 2 (even) or 3."""
+    ones = int(rng.integers(length + 1))
+    return framed(rng.permutation(length) < ones, np.array([2 + ones % 2]))
+
+
+def addition(rng: Generator, length: int, symbols: int) -> String:
+    """Two binary numbers without leading zeros and a plus (2) between them, the separator being the equals sign.
+
+    length counts both signs, as in the paper. The answer is their sum.
+    """
+    digits = int(rng.integers(1, length - 2))
+    numbers = [rng.integers(2, size=size) for size in (digits, length - 2 - digits)]
+    for number in numbers:
+        number[0] |= len(number) > 1
+    total = sum(int("".join(map(str, number)), 2) for number in numbers)
+    return framed(np.concatenate((numbers[0], [2], numbers[1])), np.array([int(digit) for digit in f"{total:b}"]))
+
+
+def mqar(rng: Generator, length: int, symbols: int) -> String:
+    """Multi-query associative recall: pairs of a key and its value, one for every eight tokens; then each key once more
+    at a random place, in random order, with its value as the target, and a blank (symbol 0) at all other places.
+
+    Queries and blanks are laid after the pairs, so no blank can overwrite a pair. length counts all but the begin.
+    """
+    pairs = max(1, length // 8)
+    keys, values = 1 + rng.permutation(KEYS)[:pairs], 1 + KEYS + rng.integers(VALUES, size=pairs)
+    ids = [BEGIN, *(SYMBOL + np.stack((keys, values), axis=1).ravel()).tolist()]
+    targets = [False] * len(ids)
+    for place in rng.permutation(length - 3 * pairs):  # a place is a blank, or one of the pairs again
+        query = place < pairs
+        ids += [SYMBOL + int(keys[place]), SYMBOL + int(values[place])] if query else [SYMBOL]
+        targets += [False, True] if query else [False]
+    return ids, targets
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A task: its function, how many ids a string has at most, and how many strings there are, by their length."""
+
+    draw: Callable[[Generator, int, int], String]
+    symbols: int | None  # None: as many as the longest length, as in the paper
+    size: Callable[[int], int] = lambda length: 2 * length + 3
+    count: Callable[[int, int], int] = lambda length, symbols: 2**length
+    shortest: int = 1
+
+
+def _distinct(draw: Callable) -> Kind:
+    return Kind(draw, None, count=lambda length, symbols: math.perm(symbols, length))
+
+
+TASKS = {
+    "copy": _distinct(copy),
+    "reverse": _distinct(reverse),
+    "sort": _distinct(sort),
+    "repeat_copy": Kind(repeat_copy, 2),
+    "majority": Kind(majority, 2, lambda length: length + 4),
+    "parity": Kind(parity, 4, lambda length: length + 4, shortest=0),
+    "addition": Kind(addition, 3, lambda length: 2 * length, lambda length, _: 2 ** (length - 4), shortest=4),
+    "mqar": Kind(
+        mqar, 1 + KEYS + VALUES, lambda length: length + 1, lambda length, _: (KEYS * VALUES) ** (length // 8), 4
+    ),
+}
+
+
+@dataclass
+class Task:
+    """A task's settings and its strings.
+
+    Training lengths are uniform up to `train_max`, those of a test range in `test` (lowest and highest length) uniform
+    in it, `strings` of them. `random_offset`: a training step begins at a random position, so that its positions cover
+    those of the tests. `stop_at`: the exact match in the first range at which training ends. ValueError, naming the
+    setting, for what is wrong.
+    """
+
+    name: str
+    train_max: int = 50
+    test: list[Any] = field(default_factory=lambda: [[1, 50], [51, 100], [101, 150]])
+    strings: int = 2000
+    random_offset: bool = False
+    stop_at: float | None = None
+
+    def __post_init__(self):
+        lookup("task", {name: kind.draw for name, kind in TASKS.items()}, {"name": self.name})
+        self.kind = TASKS[self.name]
+        check_whole("task.train_max", self.train_max, max(1, self.kind.shortest))
+        check_whole("task.strings", self.strings)
+        if self.stop_at is not None and not (is_number(self.stop_at) and 0 < self.stop_at <= 1):
+            raise ValueError(f"task.stop_at={self.stop_at}: must be above 0 and at most 1, or null to train to the end")
+        self.ranges = [tuple(bounds) if isinstance(bounds, list | tuple) else (bounds,) for bounds in self.test]
+        for bounds in self.ranges or [()]:
+            whole = len(bounds) == 2 and all(type(bound) is int for bound in bounds)
+            if not whole or not max(1, self.kind.shortest) <= bounds[1] or not 0 <= bounds[0] <= bounds[1]:
+                least = max(1, self.kind.shortest)
+                raise ValueError(
+                    f"task.test={self.test}: must be a list of [lowest, highest] lengths, the highest at least {least}"
+                )
+        self.longest = max(self.train_max, *(high for _, high in self.ranges))
+        self.symbols = self.kind.symbols or self.longest
+
+    @property
+    def fingerprint(self) -> str:
+        """What its training strings depend on, besides the seed."""
+        return f"{self.name}_{self.train_max}_{self.symbols}"
+
+    @property
+    def summary(self) -> str:
+        ranges = ", ".join(map(span, self.ranges))
+        return (
+            f"task {self.name}, training lengths to {self.train_max}, {self.strings} test strings of each of {ranges}"
+        )
+
+    @property
+    def vocab_size(self) -> int:
+        return SYMBOL + self.symbols
+
+    @property
+    def width(self) -> int:
+        """Inputs of a training string, padding included: every batch is as wide as the longest one."""
+        return self.kind.size(self.train_max) - 1
+
+    @property
+    def train_length(self) -> int:
+        """Positions that training covers, which are the rows of a learned table."""
+        return self.kind.size(self.longest if self.random_offset else self.train_max)
+
+    def batch(self, size: int, seed: int, step: int, rank: int = 0, ranks: int = 1) -> tuple[np.ndarray, np.ndarray]:
+        """Inputs and targets (-100: none) of a step, int64 (size / ranks, width), the same for any number of ranks."""
+        rng, share = np.random.default_rng([0, seed, step]), size // ranks
+        lengths = rng.integers(self.kind.shortest, self.train_max + 1, size=size)
+        strings = [self.draw(rng, int(length), test=False) for length in lengths]
+        return padded(strings[rank * share : (rank + 1) * share], self.width)
+
+    def first_position(self, seed: int, step: int) -> int:
+        """Of all strings of a step: 0, or with random_offset uniform over the positions that the tests need."""
+        last = self.train_length - self.width - 1
+        return int(np.random.default_rng([2, seed, step]).integers(last + 1)) if self.random_offset else 0
+
+    def test_batches(self, bounds: tuple[int, int], size: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Inputs and targets of a range's strings, in batches of similar lengths."""
+        strings = sorted(self.test_strings(*bounds), key=lambda string: len(string[0]))
+        for part in (strings[i : i + size] for i in range(0, len(strings), size)):
+            yield padded(part, len(part[-1][0]) - 1)
+
+    def test_strings(self, low: int, high: int) -> list[String]:
+        """The strings of a range, the same for every seed of a training."""
+        rng = np.random.default_rng([1, low, high])
+        lengths = rng.integers(max(low, self.kind.shortest), high + 1, size=self.strings)
+        return [self.draw(rng, int(length), test=True) for length in lengths]
+
+    def draw(self, rng: Generator, length: int, test: bool) -> String:
+        """A string for training or for tests. Where there are many of its length, a hash decides which it is for."""
+        shared = length > self.train_max or self.kind.count(length, self.symbols) < LARGE
+        while True:
+            ids, targets = self.kind.draw(rng, length, self.symbols)
+            if shared or (zlib.crc32(np.array(ids, np.int32).tobytes()) % HELD_OUT == 0) == test:
+                return ids, targets
+
+
+def span(bounds: tuple[int, int]) -> str:
+    """A range of lengths in words: 51-100."""
+    return "-".join(map(str, bounds))
+
+
+def padded(strings: list[String], width: int) -> tuple[np.ndarray, np.ndarray]:
+    """Inputs (n, width) and what follows each of them where that is a target, else -100."""
+    inputs, targets = np.full((len(strings), width), PAD), np.full((len(strings), width), -100)
+    for row, (ids, wanted) in enumerate(strings):
+        inputs[row, : len(ids) - 1] = ids[:-1]
+        targets[row, : len(ids) - 1] = np.where(wanted[1:], ids[1:], -100)
+    return inputs, targets
