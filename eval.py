@@ -31,7 +31,7 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 import runs
 from data import DataConfig, Tokenizer, get_tokenizer, prepare
 from measure import Measurement, Report, Scoring, Text, comparability, evaluate_lengths, measure
-from measure.answers import AnswerReport, Answers, evaluate_task, log_answers
+from measure.answers import AnswerReport, evaluate_task, log_answers, measure_task
 from measure.curves import log_measurements
 from measure.groups import labels_of, scaling_words, seedless
 from measure.passes import Progress
@@ -260,14 +260,14 @@ def evaluate_tasks(
     planned, skipped = plan_runs(config, opened)
     answers = []
     for run in planned:
+        about = {"run": run.label, "folder": str(run.folder), "checkpoint": run.checkpoint.stem, "key": run.key}
+        about |= {"precision": precision, "seed": run.settings.seed}
+        model, task = load_weights(run.checkpoint, device, run.scaling), task_of(run.settings)
         with runs.autocast(device, precision):
-            rows = evaluate_task(load_weights(run.checkpoint, device, run.scaling), task_of(run.settings))
-        about = {"run": run.label, "task": run.settings.task.name, "folder": str(run.folder)}
-        about |= {"checkpoint": run.checkpoint.stem, "pos": run.config.pos}
-        answers.append(Answers(about | {"precision": precision, "seed": run.settings.seed, "key": run.key}, rows))
+            answers.append(measure_task(model, task, about))
         with wandb_of(run, config) as wandb_run:
             stretched = "".join(f"_{word}" for word in scaling_words(run.scaling))
-            log_answers(rows, f"extrapolation/{run.settings.task.name}{stretched}", wandb_run.log, wandb_run)
+            log_answers(answers[-1].rows, f"extrapolation/{task.name}{stretched}", wandb_run.log, wandb_run)
     commands = [*dict.fromkeys(str(run.origin.get("command", "?")) for run in opened), shlex.join(sys.argv)]
     report = AnswerReport(answers, [*commands, *(f"left out {reason}" for reason in skipped)])
     report.write(out, html=True)

@@ -26,7 +26,7 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 
 from data import DataConfig, TokenFiles, absolute, draw_batch, draw_positions, get_tokenizer, prepare
 from measure import Report, Scoring, Text, measure, with_error
-from measure.answers import AnswerReport, Answers, evaluate_task, log_answers, with_interval
+from measure.answers import AnswerReport, in_words, log_answers, measure_task
 from measure.curves import log_curve
 from measure.windows import default_lengths, default_stride
 from model import GPT, GPTConfig
@@ -269,9 +269,9 @@ class Trainer:
     def _evaluate_task(self, about: dict) -> float:
         """The share of wrong answers in the first range. Exact match in all is recorded, and reported at the end."""
         with self.autocast:
-            rows = self.ranks.share(evaluate_task(self.model, self.task))
-        shown = ", ".join(f"{row['range']}: {with_interval(row)}" for row in rows)
-        log.info("step %d  exact match at %s", self.step, shown)
+            answers = self.ranks.share(measure_task(self.model, self.task, about))
+        rows = answers.rows
+        log.info("step %d  exact match at %s", self.step, in_words(rows))
         self._record({f"val/exact_match_{row['range']}": row["exact_match"] for row in rows})
         right = rows[0]["exact_match"] or 0.0
         if self.task.stop_at is not None and right >= self.task.stop_at:
@@ -279,7 +279,7 @@ class Trainer:
             self._checkpoint()
         if self.ranks.first and (self.solved or self.step == self.config.train.max_steps):
             log_answers(rows, "extrapolation/final", self._record, self.wandb)
-            AnswerReport([Answers({"task": self.task.name, **about}, rows)]).write(self.folder)
+            AnswerReport([answers]).write(self.folder)
         return 1 - right
 
     def _checkpoint(self) -> None:

@@ -4,7 +4,6 @@ An answer is right where the likeliest id is the right one at each of its places
 same as whether greedy decoding gives the answer.
 """
 
-import base64
 import json
 import math
 from collections.abc import Callable, Sequence
@@ -17,15 +16,14 @@ import numpy as np
 import torch
 
 from measure import plots
-from measure.groups import labels_of
-from measure.report import PAGE, SCRIPT, STYLE
+from measure.groups import Group, grouped
+from measure.report import PAGE, SCRIPT, STYLE, figures
 from measure.tables import NOTHING, Table
 from model import GPT
 from model.checkpoint import write_text
 from model.sampling import evaluating
 
 BATCH = 100  # strings passed at once
-ENDS = {"low": -1, "high": 1}
 
 
 def wilson(right: int, n: int) -> tuple[float, float]:
@@ -70,12 +68,21 @@ def with_interval(row: dict) -> str:
     return f"{shown(row['exact_match'])} [{shown(row['low'])}, {shown(row['high'])}]"
 
 
+def in_words(rows: Sequence[dict]) -> str:
+    return ", ".join(f"{row['range']}: {with_interval(row)}" for row in rows)
+
+
 @dataclass(frozen=True)
 class Answers:
-    """What a run answers. about: run, folder, checkpoint, seed and, of several runs, key (equal for seeds)."""
+    """What a run answers. about: run, folder, checkpoint, seed, key (equal for seeds of a model), task, pos."""
 
     about: dict
     rows: list[dict]
+
+
+def measure_task(model: GPT, task: Any, about: dict) -> Answers:
+    known = {"protocol": "exact match", "key": "", "task": task.name, "pos": model.config.pos}
+    return Answers(known | about, evaluate_task(model, task))
 
 
 def over_seeds(seeds: Sequence[Answers], span: str) -> dict | None:
@@ -95,12 +102,9 @@ class AnswerReport:
     commands: Sequence[str] = ()
 
     def __post_init__(self):
-        key_of = lambda one: one.about.get("key", "")  # noqa: E731
-        labels = labels_of([(key_of(m), m.about["run"], Path(m.about["folder"]).name) for m in self.answers])
-        self.groups = {label: [m for m in self.answers if key_of(m) == key] for key, label in labels.items()}
-        self.spans = {
-            row["range"]: row for row in sorted((r for m in self.answers for r in m.rows), key=lambda r: r["to"])
-        }
+        self.groups = grouped(self.answers)
+        rows = sorted((row for one in self.answers for row in one.rows), key=lambda row: row["to"])
+        self.spans = list(dict.fromkeys(row["range"] for row in rows))
 
     @property
     def results(self) -> list[dict]:
@@ -110,21 +114,21 @@ class AnswerReport:
     def tables(self) -> list[Table]:
         """Run by run; before it, seeds together: all, and those without a wrong answer in their first range, which is
         what papers average over."""
-        several = {label: seeds for label, seeds in self.groups.items() if len(seeds) > 1}
-        right = {label: [one for one in seeds if one.rows[0]["exact_match"] == 1] for label, seeds in several.items()}
-        spread, wilsons = "[ ]: lowest and highest seed", "[ ]: Wilson's 95 % interval over test strings"
-        made = [self._table("exact match by length, mean over seeds", several, spread)]
-        made += [self._table("the same, of the seeds without a wrong answer in the first range", right, spread)]
+        several = [group for group in self.groups if len(group.members) > 1]
+        right = [Group(g.label, [m for m in g.members if m.rows[0]["exact_match"] == 1]) for g in several]
+        titles = {"exact match by length, mean over seeds": several}
+        titles["the same, of the seeds without a wrong answer in the first range"] = right
+        made = []
+        for title, groups in titles.items():
+            rows = [[g.label, str(len(g.members)), *self._cells(g.members)] for g in groups if g.members]
+            made.append(Table(title, ["model", "seeds", *self.spans], rows, "[ ]: lowest and highest seed"))
         rows = [[m.about["run"], str(m.about["seed"]), *self._cells([m])] for m in self.answers]
-        made += [Table("exact match by length", ["run", "seed", *self.spans], rows, wilsons)]
+        note = "[ ]: Wilson's 95 % interval over test strings"
+        made.append(Table("exact match by length", ["run", "seed", *self.spans], rows, note))
         return [table for table in made if table.rows]
 
-    def _cells(self, seeds: list[Answers]) -> list[str]:
+    def _cells(self, seeds: Sequence[Answers]) -> list[str]:
         return [with_interval(row) if (row := over_seeds(seeds, span)) else NOTHING for span in self.spans]
-
-    def _table(self, title: str, groups: dict[str, list[Answers]], note: str) -> Table:
-        rows = [[label, str(len(seeds)), *self._cells(seeds)] for label, seeds in groups.items() if seeds]
-        return Table(title, ["model", "seeds", *self.spans], rows, note)
 
     def text(self) -> str:
         return "\n\n".join(table.text() for table in self.tables)
@@ -132,31 +136,32 @@ class AnswerReport:
     def write(self, folder: Path, html: bool = False) -> None:
         """extrapolation.json and extrapolation.png; with html also the SVG and report.html."""
         folder.mkdir(parents=True, exist_ok=True)
+        plot = plots.Plot(
+            [self._draw], "Bars: 95 % interval over test strings; of several seeds, the lowest and highest."
+        )
         for ending in ("png", "svg") if html else ("png",):
-            self.plot(folder / f"extrapolation.{ending}")
+            plot.save(folder / f"extrapolation.{ending}")
         if html:
-            image = base64.b64encode((folder / "extrapolation.svg").read_bytes()).decode()
-            parts = ["<h1>Exact match by length</h1>", f'<img alt="" src="data:image/svg+xml;base64,{image}">']
+            parts = ["<h1>Exact match by length</h1>", figures({"exact match": plot})]
             parts += [*(table.html() for table in self.tables), f"<pre>{escape(chr(10).join(self.commands))}</pre>"]
             write_text(folder / "report.html", PAGE.format(style=STYLE, body="\n".join(parts), script=SCRIPT))
         several = {"commands": list(self.commands), "results": self.results}
         document = self.results[0] if len(self.answers) == 1 else several
         write_text(folder / "extrapolation.json", json.dumps(document, indent=1) + "\n")
 
-    def plot(self, path: Path) -> None:
-        """A curve a model; bars are Wilson's intervals, of several seeds the lowest and the highest."""
-        figure, (axes,) = plots.new_figure(1)
-        for i, (style, (label, seeds)) in enumerate(zip(plots.styles(), self.groups.items(), strict=False)):
-            rows = [(place, over_seeds(seeds, span)) for place, span in enumerate(self.spans)]
-            rows = [(place, row) for place, row in rows if row and row["exact_match"] is not None]
-            at, values = [place + 0.02 * i for place, _ in rows], [row["exact_match"] for _, row in rows]
-            bars = [[max(0, sign * (row[end] - row["exact_match"])) for _, row in rows] for end, sign in ENDS.items()]
-            axes.errorbar(at, values, yerr=bars, label=plots.literal(label), capsize=3, **style)
-        axes.set_xticks(range(len(self.spans)), list(self.spans))
+    def _draw(self, axes: Any) -> None:
+        """A curve a model over the ranges of lengths, a little beside each other."""
+        looks = plots.styles(self.groups)
+        for i, group in enumerate(self.groups):
+            rows = [(place, over_seeds(group.members, span)) for place, span in enumerate(self.spans)]
+            rows = [(place + 0.03 * i, row) for place, row in rows if row and row["exact_match"] is not None]
+            values = [row["exact_match"] for _, row in rows]
+            bars = [[abs(row[end] - row["exact_match"]) for _, row in rows] for end in ("low", "high")]
+            at = [place for place, _ in rows]
+            axes.errorbar(at, values, yerr=bars, label=plots.literal(group.label), capsize=3, **looks[group.label])
+        axes.set_xticks(range(len(self.spans)), self.spans)
         axes.set(xlabel="length of the input", ylabel="exact match of the answer", ylim=(-0.03, 1.03))
         axes.grid(alpha=0.25)
-        figure.legend(frameon=False, loc="outside right upper", title="bars: 95 % or seeds", title_fontsize=8)
-        plots.save(figure, path)
 
 
 def log_answers(rows: Sequence[dict], prefix: str, record: Callable[[dict], None], wandb_run: Any) -> None:

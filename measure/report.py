@@ -174,10 +174,10 @@ class Report:
         told = [f"{of}; {tables.INTERVAL}. Text: {text}; in {first.get('precision')}.", *self.notes]
         told += [f"left out: {reason}" for reason in self.skipped]
         parts = ["<h1>Length extrapolation</h1>\n<ul>", *(f"<li>{escape(tables.sentence(one))}</li>" for one in models)]
-        parts += ["</ul>", *(f"<p>{escape(words)}</p>" for words in told), _figures(curves)]
+        parts += ["</ul>", *(f"<p>{escape(words)}</p>" for words in told), figures(curves)]
         parts += [table.html() for table in self.tables]
         if self.probed or probes:
-            parts += ["<h2>Probes</h2>", _figures(probes), *(table.html() for table in self.probed)]
+            parts += ["<h2>Probes</h2>", figures(probes), *(table.html() for table in self.probed)]
         parts.append("<details><summary>Settings and commands</summary>")
         if len(self.settings) > 1 and (differing := tables.settings_apart(self.settings)):
             parts.append(differing.html())
@@ -185,7 +185,7 @@ class Report:
         return PAGE.format(style=STYLE, body="\n".join(parts), script=SCRIPT)
 
 
-def _figures(made: dict[str, plots.Plot]) -> str:
+def figures(made: dict[str, plots.Plot]) -> str:
     """Panel by panel, so that they stand side by side where there is room."""
     image = '<figure><img alt="{}" src="data:image/svg+xml;base64,{}"><figcaption>{}</figcaption></figure>'
     panels = [(name, plot.svg(panel), plot.caption) for name, plot in made.items() for panel in plot.panels]
