@@ -33,7 +33,16 @@ from model import GPT, GPTConfig
 from model.checkpoint import latest_checkpoint, load_state, load_weights, prune_checkpoints, save_checkpoint
 from runs import devices, processes, tracking
 from runs import folder as run_folder
-from runs.settings import TrainConfig, check_settings, checked, fitting_lengths, lr_at, step_to_resume, task_of
+from runs.settings import (
+    TrainConfig,
+    check_settings,
+    checked,
+    fitting_lengths,
+    lr_at,
+    scheme_name,
+    step_to_resume,
+    task_of,
+)
 
 log = logging.getLogger("ropewalk")
 
@@ -89,7 +98,11 @@ class Trainer:
         pending = state.get("pending", [])  # those of a run that was stopped between two rows
         self.pending = [(step, *torch.tensor(values, device=self.device)) for step, *values in pending]
         self.saved = state.get("step")  # the step of the last checkpoint
-        self.provenance = run_folder.read_run(folder)[1] if config.resume else {"wandb_id": tracking.new_wandb_id()}
+        self.provenance = (
+            run_folder.read_run(folder)[1]
+            if config.resume
+            else {"wandb_id": tracking.new_wandb_id(scheme_name(config))}
+        )
         self.forward = self._forward()
 
     def _open_text(self) -> TokenFiles:
@@ -305,7 +318,7 @@ class Trainer:
             self.provenance |= {**here, "fingerprint": self.fingerprint}
         plain = run_folder.write_run(self.folder, self.config, self.provenance)
         self.metrics = run_folder.MetricsFile(self.folder / "metrics.jsonl", self.step)
-        wandb_id, identity = self.provenance["wandb_id"], tracking.wandb_identity(self.config)
+        wandb_id, identity = self.provenance["wandb_id"], tracking.wandb_identity(self.config, scheme_name(self.config))
         self.wandb = tracking.start_wandb(self.config.wandb, self.folder, wandb_id, plain, **identity)
         outputs.push(lambda kind, *_: tracking.finish_wandb(self.wandb, failed=kind is not None))
 

@@ -177,7 +177,7 @@ class Stop:
         return int(largest)
 
 
-ASCII = {"÷": "/", "±": "+/-", "×": "x", "·": "*", "–": "-", "…": "...", "θ": "theta"}
+ASCII = {"÷": "/", "±": "+/-", "×": "x", "·": "*", "–": "-", "−": "-", "≥": ">=", "…": "...", "θ": "theta"}
 codecs.register_error("ropewalk", lambda error: (ASCII.get(error.object[error.start], "?"), error.start + 1))
 
 

@@ -155,10 +155,22 @@ def run_dir(resume: str | None, name: str) -> str:
             continue
 
 
+def scheme_name(config: DictConfig) -> str:
+    """The position scheme, and what its layers have beside it: `rope[3·window,nope]+sinks`."""
+    model, pos = config.model, config.pos
+    turning = pos.get("turning", 1)
+    name = pos.name + (f"{turning:g}" if turning < 1 else "") + ("_linear" if model.attention == "linear" else "")
+    kinds = [(kind, len(list(same))) for kind, same in itertools.groupby(model.get("layers", ["full"]))]
+    if kinds != [("full", 1)]:
+        name += f"[{','.join(kind if count == 1 else f'{count}·{kind}' for kind, count in kinds)}]"
+    return "+".join([name, *filter(None, [model.get("query_scale"), "sinks" if model.get("sinks") else None])])
+
+
 RESOLVERS = {  # the functions that the YAML files call by name; the only ones
     "machine": machine,
     "choices": lambda group: ", ".join(sorted(path.stem for path in (CONFIGS / group).glob("*.yaml"))),
     "by_preset": lambda cpu, gpu, *, _root_: {"cpu": cpu, "gpu": gpu}[_root_.get("preset") or machine()],
+    "scheme": lambda *, _root_: scheme_name(_root_),
     "run_dir": run_dir,
     "run_subdir": lambda *run: os.path.relpath(run_dir(*run), "outputs"),
 }

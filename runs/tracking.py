@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import uuid
 from pathlib import Path
 from typing import Any
@@ -13,16 +14,18 @@ log = logging.getLogger("ropewalk")
 MODES = ("auto", "online", "offline", "disabled")
 
 
-def new_wandb_id() -> str:
-    """The id of a new wandb run; in a wandb sweep, the id that its agent gives."""
+def new_wandb_id(name: str = "run") -> str:
+    """The id of a new wandb run, which begins with a name, as wandb leet lists runs by their ids.
+
+    In a wandb sweep it is the id that its agent gives.
+    """
     if os.environ.get("WANDB_SWEEP_ID") and os.environ.get("WANDB_RUN_ID"):
         return os.environ["WANDB_RUN_ID"]
-    return uuid.uuid4().hex[:8]
+    return f"{re.sub(r'[^A-Za-z0-9.]+', '_', name)}-{uuid.uuid4().hex[:6]}"
 
 
-def wandb_identity(config: DictConfig) -> dict:
-    """How a training is found among others: runs of one scheme are a group, its seeds the runs in it."""
-    pos = config.pos.name + ("_linear" if config.model.get("attention") == "linear" else "")
+def wandb_identity(config: DictConfig, pos: str) -> dict:
+    """How a training is found among others: runs of one scheme, named pos, are a group, its seeds the runs in it."""
     scaled = config.scaling is not None and config.scaling.name != "none"
     group = config.wandb.group or (f"{pos}_{config.scaling.name}" if scaled else pos)
     tags = [f"pos={pos}", f"layers={config.model.n_layer}", f"train_length={config.model.train_length}"]

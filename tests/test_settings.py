@@ -18,7 +18,7 @@ from runs import CONFIGS, TrainConfig, checked, pick_device, pick_precision
 from runs.settings import check_settings, run_dir
 from runs.tracking import new_wandb_id
 
-GROUPS = ("preset", "model", "pos", "scaling", "data", "task", "tokenizer", "experiment")
+GROUPS = ("preset", "model", "layers", "pos", "scaling", "data", "task", "tokenizer", "experiment")
 CHOICES = [(group, path.stem) for group in GROUPS for path in sorted((CONFIGS / group).glob("*.yaml"))]
 
 
@@ -44,7 +44,8 @@ def test_every_choice_composes_and_builds(group, choice, monkeypatch):
     assert model.pos.__class__ is SCHEMES[config.pos.name]
     if group not in ("experiment", "preset", "task") and choice != "task":  # files of settings all over
         for key, value in OmegaConf.load(CONFIGS / group / f"{choice}.yaml").items():
-            assert config[group][key] == value or needed  # a chosen group wins over the primary file
+            block = config["model" if group == "layers" else group]
+            assert block[key] == value or needed  # a chosen group wins over the primary file
 
 
 def test_every_scheme_and_scaling_has_a_file_that_lists_its_keys():

@@ -9,6 +9,7 @@ import wandb
 from omegaconf import OmegaConf
 
 from runs import start_wandb
+from runs.settings import scheme_name
 from runs.tracking import finish_wandb, log_row, wandb_identity
 from tests.trained import REPOSITORY, TINY, composed, metrics, records, run
 
@@ -159,6 +160,12 @@ def test_the_group_is_the_scheme_unless_given():
         (["pos=alibi"], "alibi"),
         (["scaling=yarn"], "rope_yarn"),
         (["pos=none", "model.attention=linear"], "none_linear"),
+        (["layers=command_r7b"], "rope[3·window,nope]"),
+        (["layers=llama4", "pos.turning=0.75"], "rope0.75[3·full,nope]+log_nope"),
+        (["model.sinks=true", "model.layers=[full,nope]"], "rope[full,nope]+sinks"),
         (["wandb.group=mine"], "mine"),
     ):
-        assert wandb_identity(composed(*TINY, "data.path=x", *words))["group"] == group
+        config = composed(*TINY, "data.path=x", *words)
+        assert wandb_identity(config, scheme_name(config))["group"] == group
+        if "mine" not in group and "yarn" not in group:
+            assert config.name == f"{group}_16_seed0"
