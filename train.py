@@ -31,18 +31,9 @@ from measure.curves import log_curve
 from measure.windows import default_lengths, default_stride
 from model import GPT, GPTConfig
 from model.checkpoint import latest_checkpoint, load_state, load_weights, prune_checkpoints, save_checkpoint
-from runs import devices, processes, tracking
+from runs import devices, processes, settings, tracking
 from runs import folder as run_folder
-from runs.settings import (
-    TrainConfig,
-    check_settings,
-    checked,
-    fitting_lengths,
-    lr_at,
-    scheme_name,
-    step_to_resume,
-    task_of,
-)
+from runs.settings import TrainConfig, check_settings, checked, lr_at, task_of
 
 log = logging.getLogger("ropewalk")
 
@@ -62,15 +53,14 @@ class Trainer:
         devices.set_numerics(t.tf32 and self.device.type == "cuda", config.deterministic)
         log.info(f"device   {self.device}, {self.precision}, {ranks.world_size} process(es), preset={config.preset}")
 
-        source = self.task or self._open_text()
-        self.fingerprint = source.fingerprint
-        log.info("data     %s", source.summary)
+        self.source = self.task or self._open_text(config)
+        log.info("data     %s", self.source.summary)
 
         self.step, state = 0, {}
         if config.resume:
             weights = Path(ranks.share(str(latest_checkpoint(folder)) if ranks.first else None))
             self.model, state = load_weights(weights), load_state(weights)
-            self.step = step_to_resume(folder, state, self.fingerprint, t.max_steps)
+            self.step = settings.step_to_resume(folder, state, self.source.fingerprint, t.max_steps)
         else:
             torch.manual_seed(config.seed)
             self.model = GPT(gpt_config)
@@ -98,22 +88,19 @@ class Trainer:
         pending = state.get("pending", [])  # those of a run that was stopped between two rows
         self.pending = [(step, *torch.tensor(values, device=self.device)) for step, *values in pending]
         self.saved = state.get("step")  # the step of the last checkpoint
-        self.provenance = (
-            run_folder.read_run(folder)[1]
-            if config.resume
-            else {"wandb_id": tracking.new_wandb_id(scheme_name(config))}
-        )
+        self.scheme = settings.scheme_name(config)
+        fresh = {"wandb_id": tracking.new_wandb_id(self.scheme)}
+        self.provenance = run_folder.read_run(folder)[1] if config.resume else fresh
         self.forward = self._forward()
 
-    def _open_text(self) -> TokenFiles:
+    def _open_text(self, config: DictConfig) -> TokenFiles:
         """The corpus, and what of it is to be scored on which lengths."""
-        config = self.config
         tokenizer, data_config = get_tokenizer(**config.tokenizer), DataConfig(**config.data)
         self.files = files = self.ranks.in_turn(lambda: prepare(data_config, tokenizer, say=log.info))
         about = {"corpus": files.meta["corpus"], "fingerprint": files.fingerprint, "tokenizer": tokenizer.name}
         self.text = Text(files.val, files.val_offsets, tokenizer.bytes_per_token, about)
         v, wanted = config.val, default_lengths(config.model.train_length, [1, *config.val.multiples])
-        lengths = fitting_lengths(wanted, config.model.train_length, files)
+        lengths = settings.fitting_lengths(wanted, config.model.train_length, files)
         stride = v.stride or default_stride(config.model.train_length, lengths)
         self.scoring = Scoring(tuple(lengths), stride=stride, max_targets=v.max_targets)
         self.scoring.pieces(self.text)  # refuses what does not fit the text
@@ -274,8 +261,8 @@ class Trainer:
         log.info("step %d  exact match at %s", self.step, in_words(rows))
         self._record({f"val/exact_match_{row['range']}": row["exact_match"] for row in rows})
         right = rows[0]["exact_match"] or 0.0
-        if self.task.stop_at is not None and right >= self.task.stop_at:
-            self.solved = True
+        self.solved = self.task.stop_at is not None and right >= self.task.stop_at
+        if self.solved:
             self._checkpoint()
         if self.ranks.first and (self.solved or self.step == self.config.train.max_steps):
             log_answers(rows, "extrapolation/final", self._record, self.wandb)
@@ -289,7 +276,7 @@ class Trainer:
         pending = self._finite_steps()  # weights that are not finite must not be kept
         weights, optimizer = processes.whole_state(self.model, self.optimizer, self.sharded)
         if self.ranks.first:
-            state = {"step": self.step, "fingerprint": self.fingerprint, "pending": pending}
+            state = {"step": self.step, "fingerprint": self.source.fingerprint, "pending": pending}
             state |= {"optimizer": optimizer, "scaler": self.scaler.state_dict()}
             self.metrics.sync()
             save_checkpoint(self.folder, self.step, self.model.config, weights, state)
@@ -315,10 +302,10 @@ class Trainer:
             prune_checkpoints(self.folder, self.config.train.keep, self.step)
             self.provenance["resumed"] = [*self.provenance.get("resumed", []), here]
         else:
-            self.provenance |= {**here, "fingerprint": self.fingerprint}
+            self.provenance |= {**here, "fingerprint": self.source.fingerprint}
         plain = run_folder.write_run(self.folder, self.config, self.provenance)
         self.metrics = run_folder.MetricsFile(self.folder / "metrics.jsonl", self.step)
-        wandb_id, identity = self.provenance["wandb_id"], tracking.wandb_identity(self.config, scheme_name(self.config))
+        wandb_id, identity = self.provenance["wandb_id"], tracking.wandb_identity(self.config, self.scheme)
         self.wandb = tracking.start_wandb(self.config.wandb, self.folder, wandb_id, plain, **identity)
         outputs.push(lambda kind, *_: tracking.finish_wandb(self.wandb, failed=kind is not None))
 
