@@ -6,7 +6,7 @@
     python eval.py protocol=both lengths=[256,512,1024]             the two ways of cutting a text into windows
     python eval.py runs=[outputs/a] scalings=[none,ntk,yarn]        every run under every frequency scaling that fits
     python eval.py recall=true shift=true attention=true            probes beside perplexity
-    python eval.py task=sample 'prompt="def "' tokens=200           text from the latest run, as it is decoded
+    python eval.py 'prompt="def "' tokens=200                       text from the latest run, as it is decoded
     torchrun --nproc-per-node 2 eval.py                             the same numbers, by two processes
 
 measure/ does the measuring.
@@ -287,12 +287,12 @@ def check_names(config: DictConfig, planned: list[Run], scoring: Scoring) -> Non
 def sample_text(config: DictConfig, ranks: runs.Ranks = runs.Ranks()) -> list[str]:  # noqa: B008 (it is frozen)
     """Continue the prompts with one run's model; a single one is shown as it is decoded. Returns the whole texts."""
     if ranks.world_size > 1:
-        raise ValueError("task=sample: one process decodes a text; start it as python eval.py, without torchrun")
+        raise ValueError("prompt=: one process decodes a text; start it as python eval.py, without torchrun")
     config = runs.checked(config, EvalConfig)
     check_whole("seed", config.seed, 0)
     folders, scalings = run_folders(config), scalings_of(config)
     if len(folders) > 1 or len(scalings) > 1:
-        raise ValueError("task=sample: takes one run and one scaling")
+        raise ValueError("prompt=: continues with one run and one scaling")
     run, device = open_run(folders[0], config.checkpoint), runs.pick_device(config.device)
     if run.settings.task:
         raise ValueError(f"task=sample: {run.folder} is a run of data=task, whose strings are no text")
@@ -327,10 +327,8 @@ def sample_text(config: DictConfig, ranks: runs.Ranks = runs.Ranks()) -> list[st
 @hydra.main(version_base="1.3", config_path="configs", config_name="eval")
 def main(config: DictConfig) -> None:
     with runs.errors_as_messages():
-        if config.task not in ("measure", "sample"):
-            raise ValueError(f"task={config.task!r}: use measure or sample")
-        task = evaluate_runs if config.task == "measure" else sample_text
-        task(config, runs.join_processes(config.device))
+        command = evaluate_runs if config.prompt is None else sample_text
+        command(config, runs.join_processes(config.device))
 
 
 if __name__ == "__main__":

@@ -99,7 +99,6 @@ class TrainConfig:
 class EvalConfig:
     """Types of eval.py's settings; configs/eval.yaml has the values and says what they mean."""
 
-    task: str = MISSING
     runs: Any = MISSING
     root: str = MISSING
     checkpoint: int | None = MISSING

@@ -98,7 +98,9 @@ def test_evaluation_refuses_and_writes_nothing(settings, words, two_runs):
     assert {path: path.stat().st_mtime_ns for path in two_runs.rglob("*")} == before
 
 
-@pytest.mark.parametrize("task", [measure, lambda *o: sample_text(composed(*o, name="eval", schema=EvalConfig))])
+@pytest.mark.parametrize(
+    "task", [measure, lambda *o: sample_text(composed(*o, "prompt=a", name="eval", schema=EvalConfig))]
+)
 @pytest.mark.parametrize("change", [{"pos": {"name": "none"}}, {"tokenizer": {"name": "gpt2", "vocab_size": 300}}])
 def test_a_config_that_is_not_of_its_checkpoint_is_refused(task, change, two_runs, tmp_path, monkeypatch):
     shutil.copytree(two_runs / "rope", tmp_path / "copy")
@@ -155,9 +157,7 @@ def test_default_lengths():
 
 
 def sample(*settings):
-    return sample_text(
-        composed("task=sample", "device=cpu", "precision=fp32", *settings, name="eval", schema=EvalConfig)
-    )
+    return sample_text(composed("device=cpu", "precision=fp32", *settings, name="eval", schema=EvalConfig))
 
 
 def test_a_text_is_shown_as_it_is_decoded_and_ends_with_its_document(two_runs, capsys, monkeypatch):
@@ -177,7 +177,7 @@ def test_a_text_is_shown_as_it_is_decoded_and_ends_with_its_document(two_runs, c
 
 
 def test_a_text_is_decoded_by_one_process():
-    config = composed("task=sample", name="eval", schema=EvalConfig)
+    config = composed("prompt=a", name="eval", schema=EvalConfig)
     with pytest.raises(ValueError, match="without torchrun"):
         sample_text(config, Ranks(rank=0, world_size=2))
 

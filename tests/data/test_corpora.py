@@ -135,7 +135,7 @@ def test_files_end_after_so_many_documents(tmp_path, most):
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"kind": "web"}, r"data\.kind='web'.*stdlib, files, hub, bin"),
+        ({"kind": "web"}, r"data\.kind='web'.*stdlib, task, files, hub, bin"),
         ({"kind": "files"}, r"data\.path is missing.*texts/\*\.txt"),
         ({"kind": "hub", "path": ""}, r"data\.path is missing.*owner/name"),
         ({"kind": "bin", "path": []}, r"data\.path is missing"),
