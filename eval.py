@@ -26,6 +26,7 @@ import hydra
 import torch
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
+from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 import runs
@@ -34,7 +35,7 @@ from measure import Measurement, Report, Scoring, Text, comparability, evaluate_
 from measure.answers import AnswerReport, evaluate_task, log_answers, measure_task
 from measure.curves import log_measurements
 from measure.groups import labels_of, scaling_words, seedless
-from measure.passes import Progress
+from measure.passes import token_bar
 from measure.probes import PROBES
 from measure.report import coverage
 from measure.windows import PROTOCOLS, default_lengths, default_stride
@@ -163,14 +164,14 @@ def scoring_of(config: DictConfig, opened: list[Run]) -> Scoring:
 
 
 def measure_run(
-    run: Run, scoring: Scoring, config: DictConfig, device: torch.device, precision: str, progress: Progress, ranks: Any
+    run: Run, scoring: Scoring, config: DictConfig, device: torch.device, precision: str, bar: tqdm, ranks: Any
 ) -> list[Measurement]:
     """A measurement a protocol; the first also has the probes that are asked for, which the first process makes."""
     model = load_weights(run.checkpoint, device, run.scaling)
     about = {"run": run.label, "folder": str(run.folder), "checkpoint": run.checkpoint.stem, "precision": precision}
     about |= {"trained_on": run.origin["fingerprint"], "seed": run.settings.seed, "key": run.key}
     with runs.autocast(device, precision):
-        found = measure(model, run.text, scoring, about, progress, ranks)
+        found = measure(model, run.text, scoring, about, bar.update, ranks)
         for name in [name for name in PROBES if config[name] and ranks.first]:
             try:
                 found[0].probes[name] = PROBES[name](model, run.text.tokens, max(scoring.lengths))
@@ -211,10 +212,8 @@ def evaluate_runs(config: DictConfig, ranks: runs.Ranks = runs.Ranks()) -> list[
     for reason in skipped:
         log.info("left out %s", reason)
 
-    progress, by_run = Progress(total, ranks.first), []
-    with progress.bar, logging_redirect_tqdm([logging.getLogger()]):
-        for run in planned:
-            by_run.append(measure_run(run, scoring, config, device, precision, progress, ranks))
+    with token_bar(total, ranks.first) as bar, logging_redirect_tqdm([logging.getLogger()]):
+        by_run = [measure_run(run, scoring, config, device, precision, bar, ranks) for run in planned]
     if not ranks.first:
         return []
     everything = [measurement for found in by_run for measurement in found]
