@@ -1,15 +1,10 @@
 """Length extrapolation: the loss of trained models at, and past, the length they were trained on.
 
-    python eval.py                                                  the latest run
-    python eval.py outputs/a outputs/b                              several, side by side; as runs=[outputs/a,outputs/b]
-    python eval.py runs='outputs/*_seed?'                           all that match
-    python eval.py protocol=both lengths=[256,512,1024]             the two ways of cutting a text into windows
-    python eval.py runs=[outputs/a] scalings=[none,ntk,yarn]        every run under every frequency scaling that fits
-    python eval.py recall=true shift=true attention=true            probes beside perplexity
-    python eval.py 'prompt="def "' tokens=200                       text from the latest run, as it is decoded
-    torchrun --nproc-per-node 2 eval.py                             the same numbers, by two processes
-
-measure/ does the measuring.
+python eval.py                                                  the latest run
+python eval.py outputs/a outputs/b                              several, side by side; as runs=[outputs/a,outputs/b]
+python eval.py runs='outputs/*_seed?'                           all that match
+python eval.py 'prompt="def "' tokens=200                       text from the latest run, as it is decoded
+torchrun --nproc-per-node 2 eval.py                             the same numbers, by two processes
 """
 
 import glob
@@ -207,8 +202,6 @@ def evaluate_runs(config: DictConfig, ranks: runs.Ranks = runs.Ranks()) -> list[
         log.info("text     %s", ", ".join(filter(None, facts)))
     log.info("lengths  %s, %s windows", ", ".join(map(str, scoring.lengths)), config.protocol)
     log.info("cost     %s tokens to pass on %s in %s", f"{total:,}", device, precision)
-    if config.max_targets is None and "sliding" in scoring.protocols and 4 * scoring.stride < max(scoring.lengths):
-        log.info("hint     a larger stride= than %d is cheaper, or max_targets=65536", scoring.stride)
     for reason in skipped:
         log.info("left out %s", reason)
 
@@ -243,9 +236,9 @@ def evaluate_runs(config: DictConfig, ranks: runs.Ranks = runs.Ranks()) -> list[
 
 def wandb_of(run: Run, config: DictConfig) -> Any:
     """The wandb run that a training began, to log to."""
-    mode = {"mode": config.wandb.mode if run.settings.wandb.mode != "disabled" else "disabled"}
-    to, name = OmegaConf.merge(run.settings.wandb, mode), run.settings.name
-    return runs.start_wandb(to, run.folder, run.origin["wandb_id"], job_type="eval", name=name)
+    mode = config.wandb.mode if run.settings.wandb.mode != "disabled" else "disabled"
+    to = OmegaConf.merge(run.settings.wandb, {"mode": mode})
+    return runs.start_wandb(to, run.folder, run.origin["wandb_id"], job_type="eval", name=run.settings.name)
 
 
 def evaluate_tasks(

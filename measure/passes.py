@@ -52,7 +52,7 @@ def score(
     """Of each list of windows the losses, float64 (windows,), in nats summed over each window's targets.
 
     The processes of a job (ranks) take turns: round by round each passes another batch, and then all have the losses of
-    all of them. progress: called after each round with the tokens passed in it. Dropout is off; autocast is the caller's.
+    all of them. progress: called after each round with the tokens passed in it. Dropout is off.
     """
     if not windows:  # a learned table shorter than all lengths
         return []
