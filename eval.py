@@ -1,15 +1,10 @@
 """Length extrapolation: the loss of trained models at, and past, the length they were trained on.
 
-    python eval.py                                                  the latest run
-    python eval.py outputs/a outputs/b                              several, side by side; as runs=[outputs/a,outputs/b]
-    python eval.py runs='outputs/*_seed?'                           all that match
-    python eval.py protocol=both lengths=[256,512,1024]             the two ways of cutting a text into windows
-    python eval.py runs=[outputs/a] scalings=[none,ntk,yarn]        every run under every frequency scaling that fits
-    python eval.py recall=true shift=true attention=true            probes beside perplexity
-    python eval.py 'prompt="def "' tokens=200                       text from the latest run, as it is decoded
-    torchrun --nproc-per-node 2 eval.py                             the same numbers, by two processes
-
-measure/ does the measuring.
+python eval.py                                                  the latest run
+python eval.py outputs/a outputs/b                              several, side by side; as runs=[outputs/a,outputs/b]
+python eval.py runs='outputs/*_seed?'                           all that match
+python eval.py 'prompt="def "' tokens=200                       text from the latest run, as it is decoded
+torchrun --nproc-per-node 2 eval.py                             the same numbers, by two processes
 """
 
 import glob
@@ -26,6 +21,7 @@ import hydra
 import torch
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
+from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 import runs
@@ -34,7 +30,7 @@ from measure import Measurement, Report, Scoring, Text, comparability, evaluate_
 from measure.answers import AnswerReport, evaluate_task, log_answers, measure_task
 from measure.curves import log_measurements
 from measure.groups import labels_of, scaling_words, seedless
-from measure.passes import Progress
+from measure.passes import token_bar
 from measure.probes import PROBES
 from measure.report import coverage
 from measure.windows import PROTOCOLS, default_lengths, default_stride
@@ -163,14 +159,14 @@ def scoring_of(config: DictConfig, opened: list[Run]) -> Scoring:
 
 
 def measure_run(
-    run: Run, scoring: Scoring, config: DictConfig, device: torch.device, precision: str, progress: Progress, ranks: Any
+    run: Run, scoring: Scoring, config: DictConfig, device: torch.device, precision: str, bar: tqdm, ranks: Any
 ) -> list[Measurement]:
     """A measurement a protocol; the first also has the probes that are asked for, which the first process makes."""
     model = load_weights(run.checkpoint, device, run.scaling)
     about = {"run": run.label, "folder": str(run.folder), "checkpoint": run.checkpoint.stem, "precision": precision}
     about |= {"trained_on": run.origin["fingerprint"], "seed": run.settings.seed, "key": run.key}
     with runs.autocast(device, precision):
-        found = measure(model, run.text, scoring, about, progress, ranks)
+        found = measure(model, run.text, scoring, about, bar.update, ranks)
         for name in [name for name in PROBES if config[name] and ranks.first]:
             try:
                 found[0].probes[name] = PROBES[name](model, run.text.tokens, max(scoring.lengths))
@@ -206,15 +202,11 @@ def evaluate_runs(config: DictConfig, ranks: runs.Ranks = runs.Ranks()) -> list[
         log.info("text     %s", ", ".join(filter(None, facts)))
     log.info("lengths  %s, %s windows", ", ".join(map(str, scoring.lengths)), config.protocol)
     log.info("cost     %s tokens to pass on %s in %s", f"{total:,}", device, precision)
-    if config.max_targets is None and "sliding" in scoring.protocols and 4 * scoring.stride < max(scoring.lengths):
-        log.info("hint     a larger stride= than %d is cheaper, or max_targets=65536", scoring.stride)
     for reason in skipped:
         log.info("left out %s", reason)
 
-    progress, by_run = Progress(total, ranks.first), []
-    with progress.bar, logging_redirect_tqdm([logging.getLogger()]):
-        for run in planned:
-            by_run.append(measure_run(run, scoring, config, device, precision, progress, ranks))
+    with token_bar(total, ranks.first) as bar, logging_redirect_tqdm([logging.getLogger()]):
+        by_run = [measure_run(run, scoring, config, device, precision, bar, ranks) for run in planned]
     if not ranks.first:
         return []
     everything = [measurement for found in by_run for measurement in found]
@@ -244,9 +236,9 @@ def evaluate_runs(config: DictConfig, ranks: runs.Ranks = runs.Ranks()) -> list[
 
 def wandb_of(run: Run, config: DictConfig) -> Any:
     """The wandb run that a training began, to log to."""
-    mode = {"mode": config.wandb.mode if run.settings.wandb.mode != "disabled" else "disabled"}
-    to, name = OmegaConf.merge(run.settings.wandb, mode), run.settings.name
-    return runs.start_wandb(to, run.folder, run.origin["wandb_id"], job_type="eval", name=name)
+    mode = config.wandb.mode if run.settings.wandb.mode != "disabled" else "disabled"
+    to = OmegaConf.merge(run.settings.wandb, {"mode": mode})
+    return runs.start_wandb(to, run.folder, run.origin["wandb_id"], job_type="eval", name=run.settings.name)
 
 
 def evaluate_tasks(config: DictConfig, opened: list[Run], out: Path, device: torch.device) -> list[dict]:

@@ -4,7 +4,6 @@ An answer is right where the likeliest id is the right one at each of its places
 same as whether greedy decoding gives the answer.
 """
 
-import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,10 +16,9 @@ import torch
 
 from measure import plots
 from measure.groups import Group, grouped
-from measure.report import PAGE, SCRIPT, STYLE, figures
+from measure.report import figures, write_files
 from measure.tables import NOTHING, Table
 from model import GPT
-from model.checkpoint import write_text
 from model.sampling import evaluating
 
 BATCH = 100  # strings passed at once
@@ -45,7 +43,7 @@ def evaluate_task(model: GPT, task: Any, ranges: Sequence[tuple[int, int]] | Non
         rows.append(row)
         limit = model.pos.max_length
         if limit is not None and task.kind.size(bounds[1]) - 1 > limit:
-            rows[-1] |= {"exact_match": None, "low": None, "high": None, "note": f"table ends at {limit}"}
+            row |= {"exact_match": None, "low": None, "high": None, "note": f"table ends at {limit}"}
             continue
         with evaluating(model):
             for batch in task.test_batches(bounds, BATCH):
@@ -57,15 +55,12 @@ def evaluate_task(model: GPT, task: Any, ranges: Sequence[tuple[int, int]] | Non
     return rows
 
 
-def shown(value: float) -> str:
-    return f"{value:.4f}".rstrip("0").rstrip(".")
-
-
 def with_interval(row: dict) -> str:
     """`0.9985 [0.9956, 0.9995]`, or where a table ends."""
     if row["exact_match"] is None:
         return row["note"]
-    return f"{shown(row['exact_match'])} [{shown(row['low'])}, {shown(row['high'])}]"
+    value, low, high = (f"{row[key]:.4f}".rstrip("0").rstrip(".") for key in ("exact_match", "low", "high"))
+    return f"{value} [{low}, {high}]"
 
 
 def in_words(rows: Sequence[dict]) -> str:
@@ -116,10 +111,11 @@ class AnswerReport:
         what papers average over."""
         several = [group for group in self.groups if len(group.members) > 1]
         right = [Group(g.label, [m for m in g.members if m.rows[0]["exact_match"] == 1]) for g in several]
-        titles = {"exact match by length, mean over seeds": several}
-        titles["the same, of the seeds without a wrong answer in the first range"] = right
         made = []
-        for title, groups in titles.items():
+        for title, groups in (
+            ("exact match by length, mean over seeds", several),
+            ("the same, of the seeds without a wrong answer in the first range", right),
+        ):
             rows = [[g.label, str(len(g.members)), *self._cells(g.members)] for g in groups if g.members]
             made.append(Table(title, ["model", "seeds", *self.spans], rows, "[ ]: lowest and highest seed"))
         rows = [[m.about["run"], str(m.about["seed"]), *self._cells([m])] for m in self.answers]
@@ -135,19 +131,13 @@ class AnswerReport:
 
     def write(self, folder: Path, html: bool = False) -> None:
         """extrapolation.json and extrapolation.png; with html also the SVG and report.html."""
-        folder.mkdir(parents=True, exist_ok=True)
-        plot = plots.Plot(
-            [self._draw], "Bars: 95 % interval over test strings; of several seeds, the lowest and highest."
-        )
-        for ending in ("png", "svg") if html else ("png",):
-            plot.save(folder / f"extrapolation.{ending}")
-        if html:
-            parts = ["<h1>Exact match by length</h1>", figures({"exact match": plot})]
-            parts += [*(table.html() for table in self.tables), f"<pre>{escape(chr(10).join(self.commands))}</pre>"]
-            write_text(folder / "report.html", PAGE.format(style=STYLE, body="\n".join(parts), script=SCRIPT))
+        caption = "Bars: 95 % interval over test strings; of several seeds, the lowest and highest."
+        made = {"extrapolation": plots.Plot([self._draw], caption)}
+        page = ["<h1>Exact match by length</h1>", figures(made), *(table.html() for table in self.tables)]
+        page.append(f"<pre>{escape(chr(10).join(self.commands))}</pre>")
         several = {"commands": list(self.commands), "results": self.results}
         document = self.results[0] if len(self.answers) == 1 else several
-        write_text(folder / "extrapolation.json", json.dumps(document, indent=1) + "\n")
+        write_files(folder, made, document, page if html else None)
 
     def _draw(self, axes: Any) -> None:
         """A curve a model over the ranges of lengths, a little beside each other."""

@@ -5,7 +5,6 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain, count
 
 import numpy as np
 
@@ -68,10 +67,7 @@ class Group:
 
         averaged: the names of values and of their errors, which with several seeds are standard errors over them.
         """
-        probed = [member.probes[name] for member in self.members if name in member.probes]
-        if not probed:
-            return None
-        rows = []
+        rows, probed = [], [member.probes[name] for member in self.members if name in member.probes]
         for same in zip(*probed, strict=True):
             rows.append(dict(same[0]))
             for value, error in averaged.items():
@@ -79,14 +75,11 @@ class Group:
                 if len(same) > 1 and None not in values:
                     rows[-1][value] = float(np.mean(values))
                     rows[-1][error] = float(np.std(values, ddof=1) / math.sqrt(len(values)))
-        return {"run": self.label, "train_length": self.first["train_length"], name: rows}
+        return {"run": self.label, "train_length": self.first["train_length"], name: rows} if rows else None
 
     def against(self, other: "Group", length: int, other_length: int | None = None) -> dict | None:
-        """Nats a token above the other's on the same tokens: difference, error, low, high, documents; seeds: which, in
-        words. None where either was not measured, or not on the same text in the same tokens.
-
-        Where both have the same seeds, the difference is taken seed by seed.
-        """
+        """Nats a token above the other's: difference, error, low, high, documents; seeds, in words. Of equal seeds the
+        difference is taken seed by seed. None where either was not measured, or not on the same tokens."""
         other_length = other_length or length
         mine, theirs = self.members[0], other.members[0]
         same_text = all(self.first[key] == other.first[key] for key in ("fingerprint", "tokenizer", "protocol"))
@@ -109,10 +102,9 @@ class Group:
     def usable_length(self) -> dict | None:
         """The context up to which perplexity stays within TOLERANCE of that at the training length, on the same tokens.
 
-        value, interpolated between measured lengths in the logarithm of the length; low and high, the ends of its 95 %
-        interval: where the upper and the lower end of the intervals of the difference leave the tolerance. Where one
-        of them never does, it is the longest length measured and `open` names it. Of a learned table: its end, with a
-        note. None where the training length was not measured.
+        value, interpolated in the logarithm of the length; low and high, its 95 % interval: where the upper and the
+        lower end of the difference's intervals leave the tolerance. What never leaves it is the longest length, and
+        `open` names it. Of a learned table: its end, with a note. None where the training length was not measured.
         """
         base = self.first["train_length"]
         if not self.has(base):
@@ -161,7 +153,7 @@ def labels_of(named: Sequence[tuple[str, str, str]]) -> dict[str, str]:
     for key, same in names.items():
         name, folder = next(iter(same.items()))
         label = (re.sub(r"[_\- ]*seed[_\-= ]*\d+", "", name) or name) if len(same) > 1 else name
-        candidates = chain([label, f"{label} ({folder})"], (f"{label} ({i})" for i in count(2)))
+        candidates = (label, f"{label} ({folder})", f"{label} ({len(labels)})")
         labels[key] = next(candidate for candidate in candidates if candidate not in labels.values())
     return labels
 

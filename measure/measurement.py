@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from measure.passes import BATCH_TOKENS, Alone, Progress, plan_passes, score
+from measure.passes import BATCH_TOKENS, plan_passes, score, token_bar
 from measure.statistics import ENOUGH_DOCUMENTS, estimate, exp, ratio_and_error
 from measure.windows import PROTOCOLS, Windows, cut, cut_by_position, stretches, widening_edges
 from model import GPT
@@ -26,6 +26,11 @@ class Text:
     bytes_per_token: np.ndarray
     about: dict
 
+    def bytes_of(self, windows: Windows) -> np.ndarray:
+        """Bytes of each window's targets, int64 (windows,)."""
+        before = np.concatenate(([0], np.cumsum(self.bytes_per_token[self.tokens], dtype=np.int64)))
+        return before[windows.spans[:, 2]] - before[windows.spans[:, 1]]
+
 
 @dataclass(frozen=True)
 class Scoring:
@@ -42,13 +47,38 @@ class Scoring:
         """Where windows may lie, int64 (pieces, 2), and in words which documents those are. Raises ValueError."""
         if self.documents not in (None, "within", "across"):
             raise ValueError(f"documents={self.documents!r}: use within or across, or null to let the corpus decide")
-        offsets = text.offsets if self.documents == "within" else None
-        check_scoring(len(text.tokens), self.lengths, self.protocols, self.stride, self.max_targets, offsets)
+        self._check(len(text.tokens))
         total, longest = len(text.offsets) - 1, max(self.lengths)
         inside = stretches(len(text.tokens), longest, text.offsets)
+        if self.documents == "within" and not len(inside):
+            raise ValueError(
+                f"documents=within: no document holds a window of {longest} tokens and its target, the longest has "
+                f"{np.diff(text.offsets).max()}; use shorter lengths or documents=across"
+            )
         if self.documents == "within" or (self.documents is None and len(inside) >= ENOUGH_DOCUMENTS):
             return inside, f"within documents: {len(inside)} of {total} hold a window of {longest}"
         return stretches(len(text.tokens), longest), f"across the borders of {total} documents"
+
+    def _check(self, n_tokens: int) -> None:
+        """ValueError for settings that do not fit the text or each other."""
+        if unknown := [protocol for protocol in self.protocols if protocol not in PROTOCOLS]:
+            raise ValueError(f"protocol={unknown[0]!r}: use {' or '.join(PROTOCOLS)}")
+        if not self.lengths:
+            raise ValueError("lengths=[]: give at least one length")
+        for length in self.lengths:
+            check_whole("lengths", length)
+        if max(self.lengths) >= n_tokens:
+            raise ValueError(
+                f"lengths={list(self.lengths)}: a window of {max(self.lengths)} and its target do not fit into the "
+                f"{n_tokens} tokens of the text; use shorter lengths or more text"
+            )
+        check_whole("max_targets", self.max_targets, optional=True)
+        if "sliding" in self.protocols:
+            check_whole("stride", self.stride)
+            if self.stride > min(self.lengths):
+                raise ValueError(
+                    f"stride={self.stride}: must be no larger than the shortest length, {min(self.lengths)}"
+                )
 
     def windows(self, text: Text, scheme: PositionScheme) -> dict[str, list[Windows]]:
         """Those of each protocol, a Windows a length, and by_position, a Windows a bin; split at documents' borders."""
@@ -135,19 +165,18 @@ def measure(
     scoring: Scoring,
     about: dict,
     progress: Callable[[int], None] | None = None,
-    ranks: Any = Alone(),  # noqa: B008 (it holds nothing)
+    ranks: Any = None,
 ) -> list[Measurement]:
     """A measurement for each protocol; the first also has the loss by position. Autocast is the caller's.
 
     about: run (its name), folder, checkpoint, precision, seed, and what else to say of the model; key, equal for models
-    that differ in their seed only. progress: called now and then with the tokens passed since. Raises ValueError for
-    what does not fit the text.
+    that differ in their seed only. progress: called now and then with the tokens passed since. ranks: the processes
+    of a torchrun job (runs.Ranks). Raises ValueError for what does not fit the text.
     """
     parts, c = scoring.windows(text, model.pos), model.config
     every = [windows for part in parts.values() for windows in part]
     losses = iter(score(model, text.tokens, every, progress=progress, ranks=ranks))
     sums = {name: [w.sums(next(losses), text.offsets) for w in part] for name, part in parts.items()}
-    byte_sums = _bytes_before(text.tokens, text.bytes_per_token)
     common = {"key": about["run"], "seed": 0, **about, **text.about, "documents": scoring.pieces(text)[1]}
     common |= {"pos": c.pos, "scaling": c.scaling, "train_length": c.train_length}
     found, bins = [], []
@@ -159,7 +188,7 @@ def measure(
         counts = n_bytes = np.zeros(0)
         for windows in parts[protocol][:1]:  # these are the same at every length
             counts = windows.sums(windows.counts, text.offsets)
-            n_bytes = windows.sums(byte_sums[windows.spans[:, 2]] - byte_sums[windows.spans[:, 1]], text.offsets)
+            n_bytes = windows.sums(text.bytes_of(windows), text.offsets)
         stride = scoring.stride if protocol == "sliding" else None
         used = {**common, "protocol": protocol, "stride": stride, "max_targets": scoring.max_targets}
         of_length = {w.length: values for w, values in zip(parts[protocol], sums[protocol], strict=True)}
@@ -183,45 +212,40 @@ def evaluate_lengths(
     """Mean loss of a text at each context length. Runs under whatever autocast is on; dropout is off.
 
     tokens: integers, 1-D. stride: sliding only, targets scored a window, each with length - stride + 1 to length tokens
-    of context. max_targets: score at most that many, in windows spread over the text (None: all). bytes_per_token:
-    (vocab_size,), adds bits_per_byte. Batches hold about batch_tokens tokens, which changes speed and memory, not
-    results. progress: a bar, or where the output is no terminal a line every 30 seconds. documents: integers
+    of context. max_targets: score at most that many, spread over the text (None: all). bytes_per_token: (vocab_size,),
+    adds bits_per_byte. batch_tokens changes speed and memory, not results. progress: show a bar. documents: integers
     (documents + 1,), where each document begins, and the end: no window crosses a border, and only documents that hold
     the longest window are scored.
 
     Returns one dict a length: length; nll, nats a token, the sum of all losses over their count; perplexity; stderr,
-    the standard error of nll (ratio estimator) over windows, or where `documents` are given over those, None for a
+    the standard error of nll (ratio estimator) over windows, or over `documents` where they are given, None for a
     single one; scored, the tokens counted. Past a learned table nll, perplexity and stderr are None, scored is 0 and
     `note` says where the table ends. Raises ValueError for settings that do not fit the text or each other, and ids
     outside the vocabulary.
     """
-    tokens, documents = token_array(tokens), None if documents is None else token_array(documents, "documents")
-    stride = stride if protocol == "sliding" else 1  # the only one to look at it
-    lengths = [*lengths]
-    check_scoring(len(tokens), lengths, [protocol], stride, max_targets, documents)
+    tokens, lengths = token_array(tokens), tuple(np.asarray(lengths).tolist())
     check_whole("batch_tokens", batch_tokens)
     if bytes_per_token is not None and len(bytes_per_token) < model.config.vocab_size:
         raise ValueError(f"bytes_per_token has {len(bytes_per_token)} entries for {model.config.vocab_size} ids")
-    limit, pieces = model.pos.max_length, stretches(len(tokens), max(lengths), documents)
-    windows = [
-        cut(pieces, int(length), int(max(lengths)), protocol, stride, max_targets)
-        for length in lengths
-        if length <= (limit or length)
-    ]
-    total = int(plan_passes(windows, model.pos)[0][:, 1].sum()) if windows else 0
-    shown = Progress(total, progress)
-    with shown.bar:
-        losses = score(model, tokens, windows, batch_tokens, shown)
-    byte_sums = None if bytes_per_token is None else _bytes_before(tokens, np.asarray(bytes_per_token))
+    offsets = np.array([0, len(tokens)] if documents is None else documents)
+    if len(offsets) < 2 or (np.diff(offsets) <= 0).any() or offsets[0] < 0 or offsets[-1] > len(tokens):
+        raise ValueError(f"documents must be growing offsets, (documents + 1,), from 0 to {len(tokens)} at most")
+    within = "across" if documents is None else "within"
+    text, scoring = (
+        Text(tokens, offsets, bytes_per_token, {}),
+        Scoring(lengths, (protocol,), stride, max_targets, within),
+    )
+    windows = scoring.windows(text, model.pos)[protocol]
+    with token_bar(scoring.cost(text, model.pos), progress) as bar:
+        losses = score(model, tokens, windows, batch_tokens, bar.update)
     rows = {}
     for w, values in zip(windows, losses, strict=True):
-        columns = [values, w.counts]
-        if byte_sums is not None:
-            columns.append(byte_sums[w.spans[:, 2]] - byte_sums[w.spans[:, 1]])
-        if documents is not None:  # no window crosses a border, so that it need not be split
-            columns = [w.sums(column, documents) for column in columns]
+        columns = [values, w.counts] + ([] if bytes_per_token is None else [text.bytes_of(w)])
+        if documents is not None:
+            columns = [w.sums(column, offsets) for column in columns]
         rows[w.length] = _row(w.length, *columns)
-    return [rows.get(int(length)) or empty_row(int(length), limit, byte_sums is not None) for length in lengths]
+    past = {length: empty_row(length, model.pos.max_length, bytes_per_token is not None) for length in lengths}
+    return [rows.get(length, past[length]) for length in lengths]
 
 
 def _row(
@@ -242,51 +266,9 @@ def empty_row(length: int, limit: int, with_bytes: bool) -> dict:
     return row | ({"bits_per_byte": None} if with_bytes else {}) | {"note": f"table ends at {limit}"}
 
 
-def token_array(tokens: torch.Tensor | np.ndarray, name: str = "tokens") -> np.ndarray:
+def token_array(tokens: torch.Tensor | np.ndarray) -> np.ndarray:
     """As numpy. ValueError unless they are integers in one dimension, one at least."""
     tokens = tokens.cpu().numpy() if isinstance(tokens, torch.Tensor) else np.asarray(tokens)
     if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer) or not len(tokens):
-        raise ValueError(f"{name} must be integers in one dimension, found {tokens.dtype} {tokens.shape}")
+        raise ValueError(f"tokens must be integers in one dimension, found {tokens.dtype} {tokens.shape}")
     return tokens
-
-
-def _bytes_before(tokens: np.ndarray, bytes_per_token: np.ndarray) -> np.ndarray:
-    """Bytes of all tokens before each one, int64 (tokens + 1,)."""
-    return np.concatenate(([0], np.cumsum(bytes_per_token[tokens], dtype=np.int64)))
-
-
-def check_scoring(
-    n_tokens: int,
-    lengths: Sequence[int],
-    protocols: Sequence[str],
-    stride: int,
-    max_targets: int | None,
-    documents: np.ndarray | None,
-) -> None:
-    """Raise ValueError for settings that do not fit the text or each other."""
-    if unknown := [protocol for protocol in protocols if protocol not in PROTOCOLS]:
-        raise ValueError(f"protocol={unknown[0]!r}: use {' or '.join(PROTOCOLS)}")
-    if not lengths:
-        raise ValueError("lengths=[]: give at least one length")
-    for length in lengths:
-        check_whole("lengths", length)
-    longest = max(lengths)
-    if longest >= n_tokens:
-        raise ValueError(
-            f"lengths={list(lengths)}: a window of {longest} and its target do not fit into the {n_tokens} tokens of "
-            "the text; use shorter lengths or more text"
-        )
-    check_whole("max_targets", max_targets, optional=True)
-    if "sliding" in protocols:
-        check_whole("stride", stride)
-        if stride > min(lengths):
-            raise ValueError(f"stride={stride}: must be no larger than the shortest length, {min(lengths)}")
-    if documents is None:
-        return
-    if len(documents) < 2 or (np.diff(documents) <= 0).any() or documents[0] < 0 or documents[-1] > n_tokens:
-        raise ValueError(f"documents must be growing offsets, (documents + 1,), from 0 to {n_tokens} at most")
-    if not len(stretches(n_tokens, longest, documents)):
-        raise ValueError(
-            f"documents=within: no document holds a window of {longest} tokens and its target, the longest has "
-            f"{np.diff(documents).max()}; use shorter lengths or documents=across"
-        )

@@ -1,7 +1,6 @@
 """The losses of windows, from as few forward passes as a causal model needs."""
 
-import logging
-import time
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -15,36 +14,12 @@ from model.positions import PositionScheme
 from model.sampling import evaluating
 
 BATCH_TOKENS = 16384
-SILENCE = 30  # seconds between two lines of progress where the output is no terminal
-
-log = logging.getLogger("ropewalk")
 
 
-class Alone:
-    """One process that makes all passes by itself; runs.Ranks stands for those of a torchrun job."""
-
-    rank, world_size = 0, 1
-
-    def summed(self, values: np.ndarray) -> np.ndarray:
-        """float64 (n,) -> their sums over the processes."""
-        return values
-
-
-class Progress:
-    """A bar over all tokens to pass; where the output is no terminal, a line every SILENCE seconds."""
-
-    def __init__(self, total: int, shown: bool):
-        self.bar = tqdm(total=total, unit="token", unit_scale=True, leave=False, disable=None if shown else True)
-        self.total, self.passed, self.shown = total, 0, shown
-        self.start = self.said = time.monotonic()
-
-    def __call__(self, tokens: int) -> None:
-        self.bar.update(tokens)
-        self.passed, now = self.passed + tokens, time.monotonic()
-        if self.shown and self.bar.disable and now - self.said > SILENCE:
-            share, self.said = self.passed / self.total, now
-            left = (now - self.start) * (1 / share - 1)
-            log.info("measured %.0f %%, about %.0f s left", 100 * share, left)
+def token_bar(total: int, shown: bool) -> tqdm:
+    """A bar over all tokens to pass; where the output is no terminal, it is printed every 30 seconds."""
+    every = 0.1 if sys.stderr.isatty() else 30
+    return tqdm(total=total, unit="token", unit_scale=True, leave=False, disable=not shown, mininterval=every)
 
 
 def plan_passes(windows: Sequence[Windows], scheme: PositionScheme) -> tuple[np.ndarray, np.ndarray]:
@@ -72,35 +47,37 @@ def score(
     windows: Sequence[Windows],
     batch_tokens: int = BATCH_TOKENS,
     progress: Callable[[int], None] | None = None,
-    ranks: Any = Alone(),  # noqa: B008 (it holds nothing)
+    ranks: Any = None,
 ) -> list[np.ndarray]:
     """Of each list of windows the losses, float64 (windows,), in nats summed over each window's targets.
 
-    The processes of a job take turns: round by round each passes another batch, and then all have the losses of all of
-    them. progress: called after each round with the tokens passed in it. Dropout is off; autocast is the caller's.
+    The processes of a job (ranks) take turns: round by round each passes another batch, and then all have the losses of
+    all of them. progress: called after each round with the tokens passed in it. Dropout is off.
     """
     if not windows:  # a learned table shorter than all lengths
         return []
+    rank, world_size = (ranks.rank, ranks.world_size) if ranks else (0, 1)
     passes, of_pass = plan_passes(windows, model.pos)
     spans = np.concatenate([w.spans for w in windows])
     order = np.argsort(of_pass, kind="stable")
     bounds = np.searchsorted(of_pass[order], np.arange(len(passes) + 1))
     losses, batches = np.zeros(len(spans)), list(_batches(passes, batch_tokens))
     with evaluating(model):
-        for first in range(0, len(batches), ranks.world_size):
-            around = batches[first : first + ranks.world_size]
+        for first in range(0, len(batches), world_size):
+            around = batches[first : first + world_size]
             # Where the last round has too few batches for all, the others pass its first one too, for nothing: the
             # passes of a sharded model need every process.
-            batch = around[ranks.rank if ranks.rank < len(around) else 0]
+            batch = around[rank if rank < len(around) else 0]
             wanted = [order[bounds[i] : bounds[i + 1]] for i in batch]
             row = np.repeat(np.arange(len(batch)), [len(w) for w in wanted])
             wanted = np.concatenate(wanted)
             found = _batch_losses(model, tokens, passes[batch], spans[wanted], row)
-            if ranks.rank < len(around):
+            if rank < len(around):
                 losses[wanted] = found
             if progress is not None:
                 progress(int(sum(passes[batch, 1].sum() for batch in around)))
-    return np.split(ranks.summed(losses), np.cumsum([len(w.spans) for w in windows])[:-1])
+    losses = ranks.summed(losses) if ranks else losses
+    return np.split(losses, np.cumsum([len(w.spans) for w in windows])[:-1])
 
 
 def _batches(passes: np.ndarray, batch_tokens: int) -> Iterator[np.ndarray]:

@@ -134,12 +134,10 @@ def plot_lengths(protocols: dict[str, list[Group]], metric: str, looks: dict[str
             rows = [group.row(length) for length in group.lengths]
             points = [(row["length"], *of_metric(row, metric)) for row in rows if 0 < (row[metric] or 0) < math.inf]
             values += [point[1] for point in points]
+            label, ended = group.label, next((row["note"] for row in rows if row["nll"] is None), None)
             if group.first.get("truncated"):  # its error is that of the model itself
-                xs, ys, _ = zip(*points, strict=True)
-                axes.plot(xs, ys, label="dotted: context cut", **looks[group.label])
-            else:
-                ended = next((row["note"] for row in rows if row["nll"] is None), None)
-                curve(axes, points, group.label, ended, looks[group.label])
+                label, points = "dotted: context cut", [(x, y, None) for x, y, _ in points]
+            curve(axes, points, label, ended, looks[group.label])
         ticks = sorted({length for group in groups for length in group.lengths})
         log_axes(axes, ticks, (group.first["train_length"] for group in groups))
         log_values(axes, values)

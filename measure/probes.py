@@ -4,12 +4,10 @@
     shift(model, tokens)                          the same text at other positions: do only distances count?
     attention_by_distance(model, tokens, length)  how far back the heads look
 
-tokens are integers, 1-D: real text that the windows, spread over all of it, are cut from. Dropout is off, and the model
-is put back into its mode. batch_tokens changes speed and memory, not results.
+tokens are integers, 1-D: real text that the windows, spread over all of it, are cut from.
 """
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -17,11 +15,11 @@ import torch
 from torch import Tensor
 
 from measure.measurement import token_array
+from measure.passes import BATCH_TOKENS
 from measure.statistics import standard_error
 from measure.windows import widening_edges
 from model import GPT
 from model.attention import attention_weights
-from model.checks import check_whole
 from model.gpt import Attention, Pass
 from model.sampling import evaluating
 
@@ -30,31 +28,21 @@ BLOCK = 2**23
 
 
 def recall(
-    model: GPT,
-    tokens: Tensor | np.ndarray,
-    longest: int,
-    string_length: int = 16,
-    trials: int = 64,
-    seed: int = 0,
-    batch_tokens: int = 16384,
+    model: GPT, tokens: Tensor | np.ndarray, longest: int, string_length: int = 16, trials: int = 64, seed: int = 0
 ) -> list[dict]:
     """Recall at a distance: the loss on a random string whose first copy lies 2^k tokens back.
 
     Such copying defines induction heads (Olsson et al. 2022, "In-context Learning and Induction Heads"). A sequence is
-    a string of string_length ids, drawn uniformly from the distinct ids of tokens, then text, then the string again.
-    Distances, from start to start, are the powers of two from string_length on for which it fits into `longest`
-    positions, without its last token, which is never fed. The strings, and where their texts begin, are the same at all
-    of them. The control differs in the first copy, which is another such string. Runs under whatever autocast is on.
+    a string of string_length ids, drawn from the distinct ids of tokens, then text, then the string again. Distances,
+    from start to start, are the powers of two from string_length on that fit into `longest` positions. All distances
+    share the strings and the beginnings of the texts. The control's first copy is another random string.
 
-    Returns one dict a distance: distance; nll, nats a token on the second copy without its first token, which nothing
-    announces; control_nll, the same in the control: what no recall gives; gain, control_nll - nll; stderr and
-    gain_stderr, their standard errors over trials (None for one trial); first_nll, the same tokens in the first copy,
-    before any text; trials. Past a learned table all losses and errors are None, trials is 0 and `note` says where the
-    table ends. Raises ValueError for settings that do not fit the text or each other.
+    Returns one dict a distance: distance; nll, nats a token on the second copy without its first token; control_nll,
+    the same in the control; gain, control_nll - nll; stderr and gain_stderr, standard errors over trials (None for one
+    trial); first_nll, the same tokens in the first copy; trials. Past a learned table losses and errors are None and
+    trials is 0, with a note. Raises ValueError for settings that do not fit the text or each other.
     """
     tokens = token_array(tokens)
-    for name, value, least in (("longest", longest, 1), ("trials", trials, 1), ("string_length", string_length, 2)):
-        check_whole(name, value, least)
     most = longest - (string_length - 1)  # distance and tokens of the second copy that are fed: no more than longest
     distances = [2**k for k in range((string_length - 1).bit_length(), longest.bit_length()) if 2**k <= most]
     if not distances:
@@ -77,7 +65,7 @@ def recall(
         first = slice(0, string_length - 1)  # the inputs that tokens 1, 2, ... of the copy follow
         second = slice(distance, distance + string_length - 1)
         with torch.inference_mode(), evaluating(model):
-            losses = _losses(model, ids, batch_tokens, scored=(first, second))
+            losses = _losses(model, ids, scored=(first, second))
         nll, control = losses[:, second].mean(axis=1).reshape(2, trials)
         rows[-1] |= {"nll": float(nll.mean()), "stderr": standard_error(nll), "control_nll": float(control.mean())}
         rows[-1] |= {"gain": float((control - nll).mean()), "gain_stderr": standard_error(control - nll)}
@@ -86,42 +74,33 @@ def recall(
 
 
 def shift(
-    model: GPT,
-    tokens: Tensor | np.ndarray,
-    shifts: Sequence[int] | None = None,
-    windows: int = 32,
-    batch_tokens: int = 16384,
+    model: GPT, tokens: Tensor | np.ndarray, shifts: Sequence[int] | None = None, windows: int = 32
 ) -> list[dict]:
     """Shift test: the loss on the same text, its positions starting at s instead of 0.
 
     Phase shifting in Sinha et al. 2022, "The Curious Case of Absolute Position Embeddings". A scheme that goes by
-    distances alone must not move beyond rounding, so this is measured in the precision of the weights, without autocast
-    and TF32. shifts: by default 0, n = min(64, T // 4), T and 8T, T being the training length. The windows, up to
-    `windows` of them, are T - n tokens long, so that a learned table can be tried at one shift. Frequency scalings go
-    by this length at all shifts.
+    distances alone changes by rounding only, so autocast is off. shifts: by default 0, n = min(64, T // 4), T
+    and 8T, T being the training length. Up to `windows` windows are T - n tokens long, so that a learned table can be
+    tried at one shift. Frequency scalings go by this length at all shifts.
 
     Returns one dict a shift: shift; length; nll, nats a token; difference, of nll to that at shift 0; stderr, the
     standard error of difference over windows (None for one window); mean_change and max_change, mean and maximum over
-    tokens of |loss - loss at shift 0|. Past a learned table all but the first two are None and `note` says where it
-    ends. Raises ValueError for settings that do not fit the text.
+    tokens of |loss - loss at shift 0|. Past a learned table all but the first two are None, with a note.
     """
     train_length = model.config.train_length
     near = min(64, train_length // 4)
     shifts = sorted({0, near, train_length, 8 * train_length}) if shifts is None else shifts
-    check_whole("windows", windows)
-    for first in shifts:
-        check_whole("shifts", first, 0)
     length, limit = train_length - near, model.pos.max_length
     ids = _windows(token_array(tokens), length + 1, windows)
-    with torch.inference_mode(), evaluating(model), _full_precision(model):
-        base, rows = _losses(model, ids, batch_tokens), []
+    with torch.inference_mode(), evaluating(model), _no_autocast(model):
+        base, rows = _losses(model, ids), []
         for first in shifts:
             values = ("nll", "difference", "stderr", "mean_change", "max_change")
             rows.append({"shift": first, "length": length, **dict.fromkeys(values)})
             if limit is not None and first + length > limit:
                 rows[-1]["note"] = f"table ends at {limit}"
                 continue
-            losses = _losses(model, ids, batch_tokens, first_position=first)
+            losses = _losses(model, ids, first_position=first)
             change = losses - base
             rows[-1] |= {"nll": float(losses.mean()), "difference": float(change.mean())}
             rows[-1] |= {"stderr": standard_error(change.mean(axis=1))}
@@ -132,18 +111,12 @@ def shift(
 def attention_by_distance(model: GPT, tokens: Tensor | np.ndarray, length: int, windows: int = 4) -> dict:
     """Mean attention weight by layer, head and distance (position of the query minus that of the key).
 
-    Over up to `windows` windows of `length` tokens. Returns edges, weights, windows and length. Bin i has the distances
-    edges[i] to edges[i + 1] - 1; weights[layer][head][i] is the mean over all pairs of a query and a key in it, so
-    that their sum over i, times the number of pairs, is the number of queries. In the precision of the weights, without
-    autocast; a block of queries at a time.
-
-    Raises ValueError for linear attention, which has no such weights, past a learned table, and for settings that do
-    not fit the text.
+    Over up to `windows` windows of `length` tokens, without autocast. Returns edges, weights, windows and length. Bin i
+    has the distances edges[i] to edges[i + 1] - 1; weights[layer][head][i] is the mean over all pairs of a query and a
+    key in it. Raises ValueError for linear attention, which has no such weights, and past a learned table.
     """
     if model.config.attention == "linear":
         raise ValueError("model.attention=linear: has no attention weights to look at, only softmax has")
-    check_whole("length", length)
-    check_whole("windows", windows)
     model.pos.check_position(length - 1)
     edges, c = widening_edges(length), model.config
     device = next(model.parameters()).device
@@ -156,7 +129,7 @@ def attention_by_distance(model: GPT, tokens: Tensor | np.ndarray, length: int, 
 
     hooks = [block.attention.register_forward_pre_hook(add) for block in model.blocks]
     try:
-        with torch.inference_mode(), evaluating(model), _full_precision(model):
+        with torch.inference_mode(), evaluating(model), _no_autocast(model):
             for window in torch.from_numpy(ids):
                 model(window[None].to(device), targets=torch.full((1, length), -100, device=device))  # no logits needed
     finally:
@@ -187,20 +160,19 @@ def _windows(tokens: np.ndarray, size: int, count: int, distinct: bool = True) -
     if size > len(tokens):
         raise ValueError(f"a window of {size} tokens does not fit into the {len(tokens)} of the text; use more text")
     starts = np.linspace(0, len(tokens) - size, count).round().astype(np.int64)
-    if distinct:
-        starts = np.unique(starts)
+    starts = np.unique(starts) if distinct else starts
     return tokens[starts[:, None] + np.arange(size)].astype(np.int64)
 
 
 def _losses(
-    model: GPT, ids: np.ndarray, batch_tokens: int, scored: Sequence[slice] = (slice(None),), first_position: int = 0
+    model: GPT, ids: np.ndarray, scored: Sequence[slice] = (slice(None),), first_position: int = 0
 ) -> np.ndarray:
     """Loss of predicting ids[:, t + 1], in nats, at column t: float64 (windows, T) for int64 ids (windows, T + 1).
 
     scored: the columns wanted; the others are 0.
     """
     device, losses = next(model.parameters()).device, np.empty((len(ids), ids.shape[1] - 1))
-    per_batch = max(1, batch_tokens // losses.shape[1])
+    per_batch = max(1, BATCH_TOKENS // losses.shape[1])
     for start in range(0, len(ids), per_batch):
         batch = torch.from_numpy(ids[start : start + per_batch])
         targets = torch.full_like(batch[:, 1:], -100)
@@ -211,16 +183,8 @@ def _losses(
     return losses
 
 
-@contextlib.contextmanager
-def _full_precision(model: GPT) -> Iterator[None]:
-    """No autocast and no TF32 meanwhile."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    try:
-        with torch.autocast(next(model.parameters()).device.type, enabled=False):
-            yield
-    finally:
-        torch.set_float32_matmul_precision(before)
+def _no_autocast(model: GPT) -> torch.autocast:
+    return torch.autocast(next(model.parameters()).device.type, enabled=False)
 
 
 PROBES = {  # of a model, a text's tokens and the longest length

@@ -142,15 +142,8 @@ class Report:
 
     def write(self, folder: Path, html: bool = False) -> None:
         """extrapolation.json and extrapolation.png; with html also the SVG, the other plots and report.html."""
-        folder.mkdir(parents=True, exist_ok=True)
         curves, probes = self._plots(others=html)
-        for stem, plot in (curves | probes).items():
-            for ending in (".png", ".svg") if html else (".png",):
-                plot.save(folder / f"{stem}{ending}")
-        if html:
-            write_text(folder / "report.html", self._html(curves, probes))
-        # The last of all: where it is, the others are.
-        write_text(folder / "extrapolation.json", json.dumps(self.document(), indent=1) + "\n")
+        write_files(folder, curves | probes, self.document(), self._html(curves, probes) if html else None)
 
     def _plots(self, others: bool) -> tuple[dict[str, plots.Plot], dict[str, plots.Plot]]:
         """The curves, and the probes' figures. Losses a token of different tokenizers do not stand side by side."""
@@ -165,7 +158,7 @@ class Report:
                 probes["attention"] = plots.plot_attention(attentive)
         return curves, probes
 
-    def _html(self, curves: dict[str, plots.Plot], probes: dict[str, plots.Plot]) -> str:
+    def _html(self, curves: dict[str, plots.Plot], probes: dict[str, plots.Plot]) -> list[str]:
         """A sentence a model, the curves, the tables, the probes; folded away what the numbers are made of."""
         first = self.measurements[0].about
         models = [group for group in next(iter(self.protocols.values())) if not group.first.get("truncated")]
@@ -181,8 +174,19 @@ class Report:
         parts.append("<details><summary>Settings and commands</summary>")
         if len(self.settings) > 1 and (differing := tables.settings_apart(self.settings)):
             parts.append(differing.html())
-        parts.append(f"<pre>{escape(chr(10).join(self.commands))}</pre></details>")
-        return PAGE.format(style=STYLE, body="\n".join(parts), script=SCRIPT)
+        return [*parts, f"<pre>{escape(chr(10).join(self.commands))}</pre></details>"]
+
+
+def write_files(folder: Path, made: dict[str, plots.Plot], document: dict, page: list[str] | None = None) -> None:
+    """extrapolation.json and each plot as PNG; with the parts of a page's body also the SVG and report.html."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for stem, plot in made.items():
+        for ending in (".png",) if page is None else (".png", ".svg"):
+            plot.save(folder / f"{stem}{ending}")
+    if page is not None:
+        write_text(folder / "report.html", PAGE.format(style=STYLE, body="\n".join(page), script=SCRIPT))
+    # The last of all: where it is, the others are.
+    write_text(folder / "extrapolation.json", json.dumps(document, indent=1) + "\n")
 
 
 def figures(made: dict[str, plots.Plot]) -> str:
@@ -203,18 +207,18 @@ def coverage(about: dict) -> str:
 
 def comparability(measurements: Sequence[Measurement]) -> list[str]:
     """What a reader must know before comparing these numbers."""
-    notes, about = {}, [m.about for m in measurements]
-    for one in about:
-        if one.get("trained_on", one["fingerprint"]) != one["fingerprint"]:
-            notes[
-                f"{one['run']} was trained on data {one['trained_on']}, but {one['corpus']} is now "
-                f"{one['fingerprint']}: validation text may have been in its training text"
-            ] = None
+    about = [m.about for m in measurements]
+    notes = [
+        f"{one['run']} was trained on data {one['trained_on']}, but {one['corpus']} is now {one['fingerprint']}: "
+        "validation text may have been in its training text"
+        for one in about
+        if one.get("trained_on", one["fingerprint"]) != one["fingerprint"]
+    ]
     if len({one["fingerprint"] for one in about}) > 1:
-        notes["not all of these runs are measured on the same data: only those of one text can be compared"] = None
+        notes.append("not all of these runs are measured on the same data: only those of one text can be compared")
     if len({one["tokenizer"] for one in about}) > 1:
-        notes[
+        notes.append(
             "these runs have different tokenizers: bits per byte only, as perplexities are per token, and a length is "
             "in each run's own tokens"
-        ] = None
-    return list(notes)
+        )
+    return list(dict.fromkeys(notes))

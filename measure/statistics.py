@@ -31,11 +31,10 @@ def estimate(losses: np.ndarray, counts: np.ndarray, minus: np.ndarray | None = 
     losses: float64 (seeds, documents), sums over the tokens of each document; counts: (documents,), those tokens.
     minus: (other seeds, documents), of a model with other seeds; of equal seeds the caller gives the differences.
 
-    Returns value; error, the standard error; low and high, the ends of the interval; documents. Both sources of
-    variation are in them: the documents, and with several seeds the seeds; a side with one seed is taken to vary as the
-    other side does. The error is Cochran's ratio estimator. The interval adds the squared half widths of the sources'
-    own t intervals (Zou and Donner 2008): that over documents has the degrees of freedom of documents as unequal as
-    these. Error and interval are None for fewer than ENOUGH_DOCUMENTS documents.
+    Returns value; error, the standard error (Cochran's ratio estimator over documents, plus the variance over seeds);
+    low and high, the ends of the interval; documents. A side with one seed is taken to vary as the other side does. The
+    interval adds the squared half widths of the sources' own t intervals (Zou and Donner 2008). Error and interval are
+    None for fewer than ENOUGH_DOCUMENTS documents.
     """
     sides = [losses] if minus is None else [losses, minus]
     mean = losses.mean(axis=0) - (0 if minus is None else minus.mean(axis=0))

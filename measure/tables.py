@@ -2,9 +2,10 @@
 
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from html import escape
+from typing import Any
 
 from measure.groups import TOLERANCE, Group, of_metric
 from measure.statistics import ENOUGH_DOCUMENTS, FEW_DOCUMENTS, exp
@@ -113,11 +114,8 @@ def usable(found: dict | None) -> str:
         return NOTHING
     if "note" in found:
         return f"{found['value']:.0f} (table)"
-    value, *ends = (
-        ("≥ " if key in found["open"] else "") + f"{found[key]:.0f}"
-        for key in ("value", "low", "high")
-        if found[key] is not None
-    )
+    ends = [key for key in ("value", "low", "high") if found[key] is not None]
+    value, *ends = [("≥ " if key in found["open"] else "") + f"{found[key]:.0f}" for key in ends]
     return f"{value} [{', '.join(ends)}]" if ends and ends[0] != value else value
 
 
@@ -219,44 +217,40 @@ def _over_lengths(
 
 def settings_apart(settings: dict[str, dict]) -> Table | None:
     """The settings in which runs differ; settings: a run's name -> its configuration as plain values."""
-    flat = {name: dict(_flat(config)) for name, config in settings.items()}
+    flat = {name: _flat(config) for name, config in settings.items()}
     keys = dict.fromkeys(key for config in flat.values() for key in config)
     differing = [key for key in keys if len({config.get(key) for config in flat.values()}) > 1]
     lines = [[name, *(config.get(key, NOTHING) for key in differing)] for name, config in flat.items()]
     return Table("settings that differ", ["run", *differing], lines) if differing else None
 
 
-def _flat(config: dict, prefix: str = "") -> Iterator[tuple[str, str]]:
-    for key, value in config.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield prefix + key, str(value)
+def _flat(config: Any, name: str = "") -> dict[str, str]:
+    if not isinstance(config, dict):
+        return {name[1:]: str(config)}
+    return {full: text for key, value in config.items() for full, text in _flat(value, f"{name}.{key}").items()}
 
 
 def recall(results: Sequence[dict]) -> Table:
-    cell = lambda row: digits(row["gain"], row["gain_stderr"]).replace("-", "−")  # noqa: E731
+    cell = lambda row: digits(row["gain"], row["gain_stderr"])  # noqa: E731
     title = "recall: nats a token that a first copy of a random string gains, by tokens from copy to copy"
-    return _of_probe(results, "recall", "distance", "gain", cell, title, f"{PLUS_MINUS}, over trials or seeds")
+    return _of_probe(results, "recall", "distance", cell, title, f"{PLUS_MINUS}, over trials or seeds")
 
 
 def shift(results: Sequence[dict]) -> Table:
     moved = [{**result, "shift": [row for row in result["shift"] if row["shift"]]} for result in results]
-    cell = lambda row: f"{row['difference']:+.2g} ({row['mean_change']:.1g})".replace("-", "−")  # noqa: E731
+    cell = lambda row: f"{row['difference']:+.2g} ({row['mean_change']:.1g})"  # noqa: E731
     title = "shift test: change of the loss when all positions are moved, nats a token (mean size for a single token)"
-    return _of_probe(moved, "shift", "shift", "difference", cell, title)
+    return _of_probe(moved, "shift", "shift", cell, title, "")
 
 
-def _of_probe(
-    results: Sequence[dict], probe: str, x: str, value: str, cell: Callable, title: str, note: str = ""
-) -> Table:
-    """A line a model, a column an x, in which cell(row) stands where the row's value is not None."""
-    xs, lines, notes = sorted({row[x] for result in results for row in result[probe]}), [], {note: None} if note else {}
+def _of_probe(results: Sequence[dict], probe: str, x: str, cell: Callable, title: str, note: str) -> Table:
+    """A line a model, a column an x; nothing stands past a table."""
+    xs, notes = sorted({row[x] for result in results for row in result[probe]}), [note] if note else []
+    lines = []
     for result in results:
-        of_x = {row[x]: row for row in result[probe]}
-        known = {at: row for at, row in of_x.items() if row[value] is not None}
-        lines.append([result["run"], *(cell(known[at]) if at in known else NOTHING for at in xs)])
-        notes |= {f"{result['run']}: {row['note']}": None for row in of_x.values() if "note" in row}
+        known = {row[x]: cell(row).replace("-", "−") for row in result[probe] if row["nll"] is not None}
+        lines.append([result["run"], *(known.get(at, NOTHING) for at in xs)])
+        notes += [f"{result['run']}: {row['note']}" for row in result[probe] if "note" in row][:1]
     return Table(title, ["model", *map(str, xs)], lines, "; ".join(notes))
 
 

@@ -72,10 +72,9 @@ def cut(
     """The windows of one length. Whatever the length, the same tokens are scored.
 
     nonoverlapping: windows of `length` side by side, the last one of a piece what is left; all tokens but the first of
-    each piece are scored. sliding: the targets are cut into blocks of `stride`, the same for all lengths, from the
-    first in each piece that has a full context at the longest length; a window of `length` inputs ends with its block.
-    max_targets keeps at most that many (one window at least), the same for all lengths, spread over the text: blocks of
-    sliding windows, or for nonoverlapping ones stretches of longest windows, each then a piece of its own.
+    each piece are scored. sliding: the targets are cut into blocks of `stride` from the first in each piece that has a
+    full context at the longest length; a window of `length` inputs ends with its block. max_targets keeps at most that
+    many (one window at least) spread over the text: blocks of sliding windows, or stretches of longest windows.
     """
     if max_targets is not None and protocol == "nonoverlapping":
         pieces = _thinned(pieces, longest, max_targets)

@@ -161,24 +161,14 @@ def test_shift_moves_only_schemes_of_absolute_positions(pos, attention):
             assert row["max_change"] < 1e-4
 
 
-def test_shift_measures_in_full_precision_and_leaves_no_trace(text):
+def test_shift_measures_without_autocast_and_leaves_no_trace(text):
     model = small_model({"name": "rope"}, torch.float32, dropout=0.5).train()
     plain, state = shift(model, text), torch.get_rng_state()
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high")
-    try:
-        with torch.autocast("cpu", torch.bfloat16):
-            precisions = []
-            hook = model.register_forward_hook(lambda *_: precisions.append(torch.get_float32_matmul_precision()))
-            assert shift(model, text) == plain
-            hook.remove()
-            assert set(precisions) == {"highest"}
-            attention_by_distance(model, text, 20)
-            recall(model, text, 31)
-            assert torch.is_autocast_enabled("cpu")
-        assert torch.get_float32_matmul_precision() == "high"
-    finally:
-        torch.set_float32_matmul_precision(before)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert shift(model, text) == plain
+        attention_by_distance(model, text, 20)
+        recall(model, text, 31)
+        assert torch.is_autocast_enabled("cpu")
     assert model.training
     assert torch.equal(torch.get_rng_state(), state)
     assert not any(module._forward_pre_hooks for module in model.modules())
@@ -254,15 +244,10 @@ def test_attention_weights_are_those_of_every_kind_of_layer():
     ("probe", "change", "words"),
     [
         (recall, {"longest": 11}, r"longest=11: must be at least 12 for string_length=5"),
-        (recall, {"string_length": 1}, "string_length=1: .* at least 2"),
-        (recall, {"trials": 0}, "trials=0"),
         (recall, {"longest": 600}, r"window of 507 tokens .* 400"),
         (recall, {"tokens": np.zeros((2, 50), dtype=np.int64)}, "one dimension"),
         (recall, {"tokens": np.full(50, 61)}, "token id 61"),
-        (shift, {"windows": 0}, "windows=0"),
-        (shift, {"shifts": [0, -3]}, "shifts=-3"),
         (shift, {"tokens": np.zeros(50)}, "integers"),
-        (attention_by_distance, {"length": 0}, "length=0"),
         (attention_by_distance, {"length": 401}, "window of 401 tokens .* 400"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

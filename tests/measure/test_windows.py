@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from measure import Scoring, Text, evaluate_lengths, measure, passes
+from measure import Scoring, Text, evaluate_lengths, measure
 from measure.windows import cut, stretches, widening_edges
 from tests.helpers import random_tokens, small_model
 
@@ -176,16 +176,6 @@ def test_evaluation_refuses(model, change, words):
     given = {"tokens": random_tokens(model, 1, 50)[0], "lengths": [8, 16], "stride": 4, **change}
     with pytest.raises(ValueError, match=words):
         evaluate_lengths(model, **given)
-
-
-def test_where_no_bar_is_shown_progress_is_a_line(monkeypatch, caplog):
-    caplog.set_level("INFO", "ropewalk")
-    now = iter([0.0, 20.0, 31.0, 40.0, 62.0])
-    monkeypatch.setattr(passes.time, "monotonic", lambda: next(now))
-    progress = passes.Progress(1000, shown=True)
-    for _ in range(4):
-        progress(100)
-    assert caplog.messages == ["measured 20 %, about 124 s left", "measured 40 %, about 93 s left"]
 
 
 def test_the_bins_widen():
