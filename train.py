@@ -84,7 +84,7 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(groups, lr=t.lr, betas=(t.beta1, t.beta2), fused=True)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.precision == "fp16")
         if state:
-            processes.load_optimizer(self.model, self.optimizer, state["optimizer"], self.sharded)
+            processes.load_optimizer(self.optimizer, state["optimizer"], self.sharded)
             self.scaler.load_state_dict(state["scaler"])
         # Steps since the last row of metrics: (step, mean loss of the global batch, gradient norm).
         self.pending = [*state.get("pending", [])]
@@ -254,7 +254,7 @@ class Trainer:
         if self.saved == self.step:
             return
         pending = self._finite_steps()  # weights that are not finite must not be kept
-        weights, optimizer = processes.whole_state(self.model, self.optimizer, self.sharded)
+        weights, optimizer = processes.whole_state(self.model, self.optimizer)
         if self.ranks.first:
             state = {"step": self.step, "fingerprint": self.fingerprint, "pending": pending}
             state |= {"optimizer": optimizer, "scaler": self.scaler.state_dict()}

@@ -30,7 +30,7 @@ PEAK_FLOPS = {
 
 
 def pick_device(name: str, local_rank: int = 0) -> torch.device:
-    """`auto` or a device by name (`cuda`: that of the local rank), made current. ValueError if not known or not here."""
+    """`auto` or a device by name (`cuda`: that of the local rank), made current. ValueError where there is none."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     if not re.fullmatch(r"cuda(:\d\d?)?|mps|cpu", name):

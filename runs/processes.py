@@ -108,39 +108,28 @@ def averaging(forward: nn.Module, last: bool) -> contextlib.AbstractContextManag
     return forward.no_sync() if wait else contextlib.nullcontext()
 
 
-def _parameter_names(model: GPT, optimizer: torch.optim.Optimizer) -> list[str]:
-    """Names of the parameters in the order in which an optimiser numbers them."""
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    return [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
+def _whole(value: Tensor) -> Tensor:
+    return value.full_tensor().cpu() if hasattr(value, "full_tensor") else value
 
 
-def whole_state(model: GPT, optimizer: torch.optim.Optimizer, sharded: bool) -> tuple[dict[str, Tensor], dict]:
-    """Weights and the optimiser's state, as they are without sharding, whole on the CPU of the first process.
-
-    All processes call it. In the others of a sharded model both are empty.
-    """
-    if not sharded:
-        return model.state_dict(), optimizer.state_dict()
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
-
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    weights, named = get_state_dict(model, optimizer, options=options)
-    names, of_name = _parameter_names(model, optimizer), named.get("state", {})
-    state = {i: of_name[name] for i, name in enumerate(names) if name in of_name}
-    return weights, {"state": state, "param_groups": optimizer.state_dict()["param_groups"]}
+def whole_state(model: GPT, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], dict]:
+    """Weights and the optimiser's state, as they are without sharding. All processes call it."""
+    weights, whole = model.state_dict(), optimizer.state_dict()
+    whole["state"] = {i: {key: _whole(one) for key, one in values.items()} for i, values in whole["state"].items()}
+    return {name: _whole(weight) for name, weight in weights.items()}, whole
 
 
-def load_optimizer(model: GPT, optimizer: torch.optim.Optimizer, state: dict, sharded: bool) -> None:
-    """Give an optimiser the state of a checkpoint, equal in all processes."""
-    if not sharded:
-        optimizer.load_state_dict(state)
-        return
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_optimizer_state_dict
+def load_optimizer(optimizer: torch.optim.Optimizer, state: dict, sharded: bool) -> None:
+    """Give an optimiser the state of a checkpoint, equal in all processes; each keeps its part if it is sharded."""
+    if sharded:
+        from torch.distributed.tensor import distribute_tensor
 
-    names = _parameter_names(model, optimizer)
-    groups = [{**group, "params": [names[i] for i in group["params"]]} for group in state["param_groups"]]
-    named = {"state": {names[i]: values for i, values in state["state"].items()}, "param_groups": groups}
-    set_optimizer_state_dict(model, optimizer, named, options=StateDictOptions(full_state_dict=True))
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        for i, values in state["state"].items():
+            like = parameters[i]
+            moments = {key: one for key, one in values.items() if one.shape == like.shape}  # all but the count of steps
+            values |= {key: distribute_tensor(one, like.device_mesh, like.placements) for key, one in moments.items()}
+    optimizer.load_state_dict(state)
 
 
 class Stop:
