@@ -10,13 +10,13 @@ import contextlib
 import logging
 import math
 import os
+import shlex
 import time
 from pathlib import Path
 
 import hydra
 import numpy as np
 import torch
-from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 from torch import Tensor, nn
@@ -31,13 +31,11 @@ from measure.curves import log_curve
 from measure.windows import default_lengths, default_stride
 from model import GPT, GPTConfig
 from model.checkpoint import latest_checkpoint, load_state, load_weights, prune_checkpoints, save_checkpoint
-from runs import devices, processes, settings, tracking
+from runs import devices, processes, tracking
 from runs import folder as run_folder
-from runs.settings import TrainConfig, check_settings, checked, lr_at, task_of
+from runs.settings import TrainConfig, check_settings, checked, fitting_lengths, lr_at, scheme_name, task_of
 
 log = logging.getLogger("ropewalk")
-
-ConfigStore.instance().store(name="train_schema", node=TrainConfig)
 
 
 class Trainer:
@@ -60,18 +58,23 @@ class Trainer:
         if config.resume:
             weights = Path(ranks.share(str(latest_checkpoint(folder)) if ranks.first else None))
             self.model, state = load_weights(weights), load_state(weights)
-            self.step = settings.step_to_resume(folder, state, self.source.fingerprint, t.max_steps)
+            self.step = state["step"]
+            if state["fingerprint"] != self.source.fingerprint:
+                raise ValueError(
+                    f"resume={folder}: was trained on data {state['fingerprint']}, not {self.source.fingerprint}"
+                )
+            if self.step > t.max_steps:
+                raise ValueError(f"resume={folder}: has {self.step} steps; raise train.max_steps={t.max_steps}")
+            log.info("resume   %s, step %d of %d", folder, self.step, t.max_steps)
         else:
             torch.manual_seed(config.seed)
             self.model = GPT(gpt_config)
             if config.init_from:
                 run_folder.start_from(self.model, Path(config.init_from).expanduser())
-        c, flops = self.model.config, self.model.flops_per_token(config.model.train_length)
+        flops, count = self.model.flops_per_token(config.model.train_length), self.model.num_parameters()
         of_scheme = sum(parameter.numel() for parameter in self.model.pos.parameters())
-        log.info(
-            f"model    {c.pos['name']}: {self.model.num_parameters():,} parameters ({of_scheme:,} for positions), "
-            f"{c.n_layer} layers, {c.n_head} heads, train length {c.train_length}, {flops / 1e6:.1f} MFLOP a token"
-        )
+        about = f"{count:,} parameters ({of_scheme:,} for positions), {flops / 1e6:.1f} MFLOP a token"
+        log.info("model    %s: %s, train length %d", scheme_name(config), about, config.model.train_length)
         peak = devices.peak_flops(self.device, t.peak_flops)
         self.mfu_of_rate = peak and 3 * flops / (peak * ranks.world_size)  # the pass backward costs two passes forward
 
@@ -82,15 +85,11 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(groups, lr=t.lr, betas=(t.beta1, t.beta2), fused=True)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.precision == "fp16")
         if state:
-            processes.load_optimizer(self.model, self.optimizer, state["optimizer"], self.sharded)
+            processes.load_optimizer(self.optimizer, state["optimizer"], self.sharded)
             self.scaler.load_state_dict(state["scaler"])
-        # Steps since the last row of metrics: (step, mean loss of the global batch, gradient norm), on the device.
-        pending = state.get("pending", [])  # those of a run that was stopped between two rows
-        self.pending = [(step, *torch.tensor(values, device=self.device)) for step, *values in pending]
+        # Steps since the last row of metrics: (step, mean loss of the global batch, gradient norm).
+        self.pending = [*state.get("pending", [])]
         self.saved = state.get("step")  # the step of the last checkpoint
-        self.scheme = settings.scheme_name(config)
-        fresh = {"wandb_id": tracking.new_wandb_id(self.scheme)}
-        self.provenance = run_folder.read_run(folder)[1] if config.resume else fresh
         self.forward = self._forward()
 
     def _open_text(self, config: DictConfig) -> TokenFiles:
@@ -99,10 +98,10 @@ class Trainer:
         self.files = files = self.ranks.in_turn(lambda: prepare(data_config, tokenizer, say=log.info))
         about = {"corpus": files.meta["corpus"], "fingerprint": files.fingerprint, "tokenizer": tokenizer.name}
         self.text = Text(files.val, files.val_offsets, tokenizer.bytes_per_token, about)
-        v, wanted = config.val, default_lengths(config.model.train_length, [1, *config.val.multiples])
-        lengths = settings.fitting_lengths(wanted, config.model.train_length, files)
-        stride = v.stride or default_stride(config.model.train_length, lengths)
-        self.scoring = Scoring(tuple(lengths), stride=stride, max_targets=v.max_targets)
+        train_length, val = config.model.train_length, config.val
+        lengths = fitting_lengths(default_lengths(train_length, [1, *val.multiples]), train_length, files)
+        stride = val.stride or default_stride(train_length, lengths)
+        self.scoring = Scoring(tuple(lengths), stride=stride, max_targets=val.max_targets)
         self.scoring.pieces(self.text)  # refuses what does not fit the text
         return files
 
@@ -116,8 +115,7 @@ class Trainer:
                 agree = devices.compare_compiled(self.model, forward, inputs, targets, self.autocast)
                 forward = forward if self.ranks.share(agree) else self.model
         if self.ranks.world_size > 1 and not self.sharded:
-            of_rank = [self.device.index] if self.device.type == "cuda" else None
-            forward = torch.nn.parallel.DistributedDataParallel(forward, device_ids=of_rank)
+            forward = torch.nn.parallel.DistributedDataParallel(forward)
         return forward
 
     def train(self) -> float:
@@ -133,30 +131,23 @@ class Trainer:
             how = {"unit": "step", "smoothing": 0.05, "disable": None if first else True}  # None: if no terminal
             bar = outputs.enter_context(tqdm(total=t.max_steps, initial=self.step, **how))
             outputs.enter_context(logging_redirect_tqdm([logging.getLogger()]))
-            profile = (
-                first and self.config.profile and outputs.enter_context(devices.profiler(self.folder, self.device))
-            )
             # A checkpoint is written before its step is measured, so a resumed run measures first.
             nll = self._evaluate() if self.step and self._due(t.eval_every) else math.nan
-            clock, counted, began = time.perf_counter(), self.step, self.step
+            clock, counted = time.perf_counter(), self.step
             while self.step < t.max_steps and not self.solved:
                 self._update()
                 self.step += 1
                 bar.update()
-                if profile:
-                    profile.step()
                 measured, checkpoint = self._due(t.eval_every), self._due(t.checkpoint_every)
                 noted = measured or checkpoint or self.step % t.log_every == 0
                 if noted:
-                    row = self._row()
-                    seconds, tokens = time.perf_counter() - clock, (self.step - counted) * self.step_tokens
-                    row["speed/tokens_per_second"] = rate = tokens / seconds
-                    row["speed/mfu"] = self.mfu_of_rate and rate * self.mfu_of_rate
-                    bar.set_postfix_str(f"loss {row['train/loss']:.3f}, {rate:,.0f} tokens/s", refresh=False)
-                    if counted == began:
-                        left = (t.max_steps - self.step) * self.step_tokens / rate
-                        log.info("time     about %s of training on this machine", run_folder.in_words(left))
-                    self._record(row)
+                    steps, self.pending = self._finite_steps(), []
+                    loss = sum(loss for _, loss, _ in steps) / len(steps)
+                    row = {"train/loss": loss, "train/lr": lr_at(self.step - 1, t), "train/grad_norm": steps[-1][2]}
+                    rate = (self.step - counted) * self.step_tokens / (time.perf_counter() - clock)
+                    mfu = self.mfu_of_rate and rate * self.mfu_of_rate
+                    self._record(row | {"speed/tokens_per_second": rate, "speed/mfu": mfu})
+                    bar.set_postfix_str(f"loss {loss:.3f}, {rate:,.0f} tokens/s", refresh=False)
                 if checkpoint:
                     self._checkpoint()
                 self._stop_if_asked()
@@ -174,14 +165,14 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = lr_at(self.step, t)
         inputs, targets = self._batch()
+        micro = t.micro_batch_size or len(inputs)
+        parts = list(zip(inputs.split(micro), targets.split(micro), strict=True))
         positions = draw_positions(inputs.shape[1], t.position_range, c.seed, self.step)
         place = {"positions": None if positions is None else torch.from_numpy(positions).to(self.device)}
         scored = self.step_tokens
         if self.task:
             scored = self.ranks.add_up((targets != -100).sum())
             place |= {"first_position": self.task.first_position(c.seed, self.step)}
-        micro = t.micro_batch_size or len(inputs)
-        parts = list(zip(inputs.split(micro), targets.split(micro), strict=True))
         loss = torch.zeros((), device=self.device)
         for i, (x, y) in enumerate(parts):
             with processes.averaging(self.forward, last=i == len(parts) - 1):
@@ -208,26 +199,16 @@ class Trainer:
         tensors = (torch.from_numpy(np.ascontiguousarray(array)) for array in batch)
         return tuple((part.pin_memory() if cuda else part).to(self.device, non_blocking=True) for part in tensors)
 
-    def _row(self) -> dict:
-        """A row of metrics of the steps since the last one."""
-        steps, self.pending = self._finite_steps(), []
-        loss, lr = sum(loss for _, loss, _ in steps) / len(steps), self.optimizer.param_groups[0]["lr"]
-        return {"train/loss": loss, "train/lr": lr, "train/grad_norm": steps[-1][2]}
-
     def _finite_steps(self) -> list[tuple[int, float, float]]:
         """What is pending, as numbers. ValueError, naming the last good checkpoint, if any is not finite."""
-        if not self.pending:
-            return []
-        steps, *values = zip(*self.pending, strict=True)
-        for step, loss, norm in (found := list(zip(steps, *(torch.stack(v).tolist() for v in values), strict=True))):
+        steps = [(step, float(loss), float(norm)) for step, loss, norm in self.pending]
+        for step, loss, norm in steps:
             # fp16's scaler skips a step whose gradient overflows: there, only the loss has to be finite.
             if not (math.isfinite(loss) and (math.isfinite(norm) or self.scaler.is_enabled())):
                 good = "none" if self.saved is None else f"{self.folder}/checkpoint/step_{self.saved:06d}.safetensors"
-                raise ValueError(
-                    f"step {step + 1}: the loss is {loss}, the gradient norm {norm}; last good checkpoint: {good}. Try "
-                    "a smaller train.lr, a longer train.warmup_steps or precision=fp32"
-                )
-        return found
+                found = f"step {step + 1}: the loss is {loss}, the gradient norm {norm}; last good checkpoint: {good}"
+                raise ValueError(f"{found}. Try a smaller train.lr or precision=fp32")
+        return steps
 
     def _evaluate(self) -> float:
         """Validation loss at the training length, recorded for all lengths; after the last step it is the report."""
@@ -249,8 +230,7 @@ class Trainer:
             report = Report([measurement])
             report.write(self.folder, html=False)
             log_curve(measurement.rows, "extrapolation/final", self._record, self.wandb)
-            following = run_folder.next_commands(self.folder, c.pos.name, c.wandb.mode != "disabled")
-            log.info("%s\n\n%s", report.text(), following)
+            log.info("%s\n\nnext     python eval.py %s", report.text(), shlex.quote(os.path.relpath(self.folder)))
         return at_train["nll"]
 
     def _evaluate_task(self, about: dict) -> float:
@@ -274,7 +254,7 @@ class Trainer:
         if self.saved == self.step:
             return
         pending = self._finite_steps()  # weights that are not finite must not be kept
-        weights, optimizer = processes.whole_state(self.model, self.optimizer, self.sharded)
+        weights, optimizer = processes.whole_state(self.model, self.optimizer)
         if self.ranks.first:
             state = {"step": self.step, "fingerprint": self.source.fingerprint, "pending": pending}
             state |= {"optimizer": optimizer, "scaler": self.scaler.state_dict()}
@@ -298,15 +278,17 @@ class Trainer:
             left.unlink()
         here = {**run_folder.provenance(), "device": str(self.device), "device_name": devices.device_name(self.device)}
         here |= {"threads": torch.get_num_threads(), "processes": self.ranks.world_size, "precision": self.precision}
+        scheme = scheme_name(self.config)
         if self.config.resume:
             prune_checkpoints(self.folder, self.config.train.keep, self.step)
-            self.provenance["resumed"] = [*self.provenance.get("resumed", []), here]
+            _, provenance = run_folder.read_run(self.folder)
+            provenance["resumed"] = [*provenance.get("resumed", []), here]
         else:
-            self.provenance |= {**here, "fingerprint": self.source.fingerprint}
-        plain = run_folder.write_run(self.folder, self.config, self.provenance)
+            provenance = {"wandb_id": tracking.new_wandb_id(scheme), **here, "fingerprint": self.source.fingerprint}
+        plain = run_folder.write_run(self.folder, self.config, provenance)
         self.metrics = run_folder.MetricsFile(self.folder / "metrics.jsonl", self.step)
-        wandb_id, identity = self.provenance["wandb_id"], tracking.wandb_identity(self.config, self.scheme)
-        self.wandb = tracking.start_wandb(self.config.wandb, self.folder, wandb_id, plain, **identity)
+        identity = tracking.wandb_identity(self.config, scheme)
+        self.wandb = tracking.start_wandb(self.config.wandb, self.folder, provenance["wandb_id"], plain, **identity)
         outputs.push(lambda kind, *_: tracking.finish_wandb(self.wandb, failed=kind is not None))
 
     def _record(self, row: dict) -> None:
@@ -335,11 +317,8 @@ def main(config: DictConfig) -> float:
                 raise ValueError(f"hydra.run.dir={folder}: not with resume=, which goes on in {config.resume}")
         else:
             run_folder.fix_scaling(config)
-            if experiment := hydra_config.runtime.choices.get("experiment"):
-                config.wandb.tags.append(f"experiment={experiment}")
         config.data = absolute(DataConfig(**config.data))
-        gpt_config = check_settings(config, ranks.world_size)
-        trainer = Trainer(config, gpt_config, Path(ranks.share(str(folder))), ranks)
+        trainer = Trainer(config, check_settings(config, ranks.world_size), Path(ranks.share(str(folder))), ranks)
         log.info("run      %s", trainer.folder)
         return trainer.train()
 

@@ -30,10 +30,7 @@ PEAK_FLOPS = {
 
 
 def pick_device(name: str, local_rank: int = 0) -> torch.device:
-    """`auto` or a device by name; under torchrun each process takes the CUDA device of its local rank.
-
-    Sets CUDA's current device, or how a CPU's memory is handled. ValueError for a device that is not known or not here.
-    """
+    """`auto` or a device by name (`cuda`: that of the local rank), made current. ValueError where there is none."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     if not re.fullmatch(r"cuda(:\d\d?)?|mps|cpu", name):
@@ -63,10 +60,7 @@ def device_name(device: torch.device) -> str:
 
 
 def set_numerics(tf32: bool, deterministic: bool) -> None:
-    """How this process multiplies, whatever an earlier job of a sweep has set.
-
-    deterministic: on CUDA, operations that give the same bits each time, or an error where there is none.
-    """
+    """How this process multiplies. deterministic: on CUDA, operations that give the same bits, or an error."""
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read by cuBLAS when it starts
     if torch.are_deterministic_algorithms_enabled() != deterministic:  # setting it loads the compiler, over a second
@@ -106,26 +100,11 @@ def peak_flops(device: torch.device, given: float | None) -> float | None:
 
 
 def keep_memory() -> None:
-    """Have glibc keep what is freed: else every step's large tensors come from the kernel, zeroed page by page.
-
-    That takes up to a third of a training step on a CPU. Other C libraries are left as they are.
-    """
+    """Have glibc keep what is freed. A training step on a CPU else spends up to a third of its time on new pages."""
     with contextlib.suppress(OSError, AttributeError):
         libc = ctypes.CDLL("libc.so.6")
         libc.mallopt(-4, 0)  # M_MMAP_MAX: nothing in mappings of its own
         libc.mallopt(-1, -1)  # M_TRIM_THRESHOLD: give nothing back
-
-
-def profiler(folder: Path, device: torch.device) -> torch.profiler.profile:
-    """A context that records the third to the fifth step: profile.json (chrome://tracing), and the costliest ten."""
-
-    def write(profile: torch.profiler.profile) -> None:
-        profile.export_chrome_trace(str(folder / "profile.json"))
-        table = profile.key_averages().table(sort_by=f"self_{device.type}_time_total", row_limit=10)
-        (folder / "profile.txt").write_text(table, encoding="utf-8")
-
-    schedule = torch.profiler.schedule(wait=1, warmup=1, active=3, repeat=1)
-    return torch.profiler.profile(schedule=schedule, on_trace_ready=write, acc_events=True)
 
 
 def compare_compiled(
@@ -133,8 +112,7 @@ def compare_compiled(
 ) -> bool:
     """Whether loss and gradient norm of a batch, ids (B, T), agree within 2 % between a model and its compiled form.
 
-    If not, or where compiling fails, there is a warning. Gradients are cleared afterwards. Dropout is off meanwhile:
-    compiled, it draws other numbers.
+    If not, or where compiling fails, there is a warning. Dropout is off meanwhile: compiled, it draws other numbers.
     """
     found = []
     model.train(not model.config.dropout)
@@ -143,7 +121,7 @@ def compare_compiled(
             with context:
                 loss = forward(inputs, targets=targets).mean()
             loss.backward()
-            found.append(torch.stack([loss.detach(), clip_grad_norm_(model.parameters(), math.inf)]))
+            found.append((loss.item(), clip_grad_norm_(model.parameters(), math.inf).item()))
             model.zero_grad(set_to_none=True)
     except Exception as error:  # whatever a compiler or its tools happen to raise
         log.warning("train.compile=auto: torch.compile failed (%s); training goes on without it", error)
@@ -151,11 +129,8 @@ def compare_compiled(
     finally:
         model.zero_grad(set_to_none=True)
         model.train()
-    (loss, norm), (other_loss, other_norm) = (values.tolist() for values in found)
-    agree = math.isclose(loss, other_loss, rel_tol=0.02) and math.isclose(norm, other_norm, rel_tol=0.02)
+    agree = all(math.isclose(*pair, rel_tol=0.02) for pair in zip(*found, strict=True))
     if not agree:
-        log.warning(
-            "train.compile=auto: the compiled model has loss %.4g and gradient norm %.4g on the first batch, the model "
-            "itself %.4g and %.4g; training goes on without torch.compile", other_loss, other_norm, loss, norm
-        )  # fmt: skip
+        numbers = "loss and gradient norm of the first batch are %s, of the compiled model %s"
+        log.warning(f"train.compile=auto: {numbers}; training goes on without torch.compile", *found)
     return agree

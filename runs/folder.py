@@ -24,7 +24,7 @@ log = logging.getLogger("ropewalk")
 
 CHECKOUT = Path(__file__).parents[1]
 PACKAGES = ("torch", "numpy", "tiktoken", "datasets", "hydra-core", "wandb", "safetensors")
-FORMER = ("repeat", "trust", "init_table", "train.flex_attention", "train.skip_bad_steps")  # settings of older runs
+FORMER = ("repeat", "trust", "init_table", "profile", "flex_attention", "skip_bad_steps")  # settings of older runs
 # What may change when a run is resumed; all else is as its config.yaml says.
 RESUMABLE = {"resume", "device", "wandb.mode", "sharding", "data.cache", "train.max_steps", "train.eval_every"}
 RESUMABLE |= {"train.checkpoint_every", "train.keep"}
@@ -46,9 +46,9 @@ def write_run(run: Path, settings: DictConfig, provenance: dict) -> dict:
 
 
 def read_run(run: Path) -> tuple[DictConfig, dict]:
-    """A run's settings, checked against their schema, and its provenance. No interpolation or tag in them is followed.
+    """A run's settings, checked against their schema, and its provenance. No interpolation or tag is followed.
 
-    FileNotFoundError where it is no run folder, ValueError, naming the file, for what train.py has not written.
+    FileNotFoundError where it is no run folder, ValueError for what train.py has not written.
     """
     path = Path(run) / "config.yaml"
     if not path.is_file():
@@ -57,13 +57,11 @@ def read_run(run: Path) -> tuple[DictConfig, dict]:
         plain = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
         provenance = plain.pop("provenance")
         for key in FORMER:
-            *parents, last = key.split(".")
-            (plain[parents[0]] if parents else plain).pop(last, None)
+            plain.pop(key, None)
+            plain["train"].pop(key, None)
         if "${" in json.dumps(plain):  # the settings that train.py writes are resolved
             raise ValueError("it holds interpolations")
         settings = checked(OmegaConf.create(plain), TrainConfig)
-        if missing := OmegaConf.missing_keys(settings):
-            raise ValueError(f"it lacks {', '.join(sorted(missing))}")
         return settings, {"fingerprint": provenance["fingerprint"], "wandb_id": provenance["wandb_id"], **provenance}
     except Exception as error:  # whatever a damaged file happens to trigger
         raise ValueError(f"{path}: not a configuration written by train.py ({error!r})") from error
@@ -71,17 +69,12 @@ def read_run(run: Path) -> tuple[DictConfig, dict]:
 
 def resumed(config: DictConfig, overrides: list[str]) -> DictConfig:
     """The settings of the run to resume, with those of the command line that may change. ValueError for others."""
-    try:
-        settings, _ = read_run(Path(config.resume).expanduser())
-    except FileNotFoundError as error:
-        raise FileNotFoundError(f"resume={config.resume}: {error}") from error
+    settings, _ = read_run(Path(config.resume).expanduser())
     for override in overrides:
         key = override.split("=", 1)[0].lstrip("+~")
         if key not in RESUMABLE:
-            raise ValueError(
-                f"{key}: cannot change when a run is resumed, its config.yaml decides; only "
-                f"{', '.join(sorted(RESUMABLE))} can. To start anew from its weights: init_from=<run folder>"
-            )
+            known = ", ".join(sorted(RESUMABLE))
+            raise ValueError(f"{key}: cannot change when a run is resumed; only {known} can, or use init_from=")
         OmegaConf.update(settings, key, OmegaConf.select(config, key))
     return checked(settings, TrainConfig)
 
@@ -97,27 +90,6 @@ def fix_scaling(config: DictConfig) -> None:
         config.scaling.factor = train_length / original
 
 
-def in_words(seconds: float) -> str:
-    """A duration, as `3 min 40 s`; seconds are rounded to tens past a minute."""
-    minutes, rest = divmod(round(seconds / 10) * 10, 60) if seconds > 60 else (0, round(seconds))
-    return f"{minutes} min {rest} s" if minutes else f"{rest} s"
-
-
-def next_commands(folder: Path, pos: str, logged: bool) -> str:
-    """What a user may do after a training, as lines to paste."""
-    folder = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
-    lines = [
-        f"python train.py pos={'rope' if pos == 'alibi' else 'alibi'}",
-        f"python eval.py {shlex.quote(str(folder))}",
-    ]
-    about = ["another scheme, to compare with", "report.html: tables and plots of this run"]
-    if logged:
-        lines.append(f"wandb leet {shlex.quote(str(folder.parent / 'wandb'))}")
-        about.append("the curves of all runs")
-    width = max(map(len, lines))
-    return "\n".join(["next:", *(f"  {line:{width}}  # {words}" for line, words in zip(lines, about, strict=True))])
-
-
 def start_from(model: GPT, source: Path) -> None:
     """Give a model another run's weights. ValueError where they would mean something else, even if their shapes fit."""
     start = load_run(source)
@@ -127,10 +99,9 @@ def start_from(model: GPT, source: Path) -> None:
         free.add("train_length")
     for config in (theirs, ours):
         config["pos"].pop("base", None)
-    names = [config["pos"]["name"] for config in (theirs, ours)]
-    if names[0] != names[1] and not any(len([*each.pos.parameters()]) for each in (start, model)):  # as in DroPE
+    weights = [*start.pos.parameters(), *model.pos.parameters()]
+    if theirs["pos"]["name"] != ours["pos"]["name"] and not weights:  # as in DroPE
         free.add("pos")
-        log.info("scheme   pos=%s there, pos=%s here: neither has weights", *names)
     if differing := [key for key in ours if key not in free and ours[key] != theirs[key]]:
         settings = ", ".join(f"{key}={theirs[key]} there, {ours[key]} here" for key in differing)
         raise ValueError(f"init_from={source}: its weights are those of another model: {settings}")
@@ -176,10 +147,7 @@ class MetricsFile:
     """metrics.jsonl: one JSON object a line, each with its step, whatever wandb does."""
 
     def __init__(self, path: Path, step: int = 0):
-        """What a run resumed after `step` makes again is dropped: later rows, and what was measured at that step.
-
-        So is half a line, which a killed process may leave at the end.
-        """
+        """Drop what a run resumed after `step` makes again, and half a line, which a killed process may leave."""
         self.path, rows = path, []
         for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
             with contextlib.suppress(ValueError):

@@ -7,7 +7,6 @@ import logging
 import os
 import signal
 import sys
-import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -27,7 +26,6 @@ from model import GPT
 from runs.devices import PRECISIONS, pick_device
 
 PATIENCE = timedelta(hours=6)  # while the first process tokenises a corpus; torchrun ends a job of which one has died
-REPEATED = 3.0  # seconds: torchrun passes on the Ctrl-C that a terminal has sent to its processes already
 
 
 @dataclass(frozen=True)
@@ -83,17 +81,16 @@ def join_processes(device: str) -> Ranks:
 
 
 def shard(model: GPT, device: torch.device, precision: str) -> None:
-    """sharding=fsdp (Zhao et al. 2023): split a model over the processes and their devices, in place.
+    """sharding=fsdp (Zhao et al. 2023): split a model in place. It is whole on the CPU, and equal in all processes.
 
-    model: whole on the CPU and equal in all processes. Each process keeps its part of every tensor; the weights of a
-    block are gathered for its pass. An optimiser must be made afterwards. ValueError where sharding cannot be used.
+    The weights of a block are gathered for its pass. An optimiser must be made afterwards. ValueError if not possible.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # takes over a second
 
     if not dist.is_initialized():
         raise ValueError("sharding=fsdp: start the run with torchrun, or use sharding=none")
-    if precision == "fp16" or device.type == "mps":
-        raise ValueError(f"sharding=fsdp: not with precision={precision} on {device.type}; use bf16 or fp32 on CUDA")
+    if precision == "fp16":
+        raise ValueError("sharding=fsdp: not with precision=fp16; use bf16 or fp32")
     mesh = dist.init_device_mesh(device.type, (dist.get_world_size(),))
     # Autocast keeps its copies of all weights until the pass backward; of weights gathered in its dtype it makes none.
     dtype = PRECISIONS[precision]
@@ -111,48 +108,35 @@ def averaging(forward: nn.Module, last: bool) -> contextlib.AbstractContextManag
     return forward.no_sync() if wait else contextlib.nullcontext()
 
 
-def _parameter_names(model: GPT, optimizer: torch.optim.Optimizer) -> list[str]:
-    """Names of the parameters in the order in which an optimiser numbers them."""
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    return [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
+def _whole(value: Tensor) -> Tensor:
+    return value.full_tensor().cpu() if hasattr(value, "full_tensor") else value
 
 
-def whole_state(model: GPT, optimizer: torch.optim.Optimizer, sharded: bool) -> tuple[dict[str, Tensor], dict]:
-    """Weights and the optimiser's state, as they are without sharding, whole on the CPU of the first process.
-
-    All processes call it. In the others of a sharded model both are empty.
-    """
-    if not sharded:
-        return model.state_dict(), optimizer.state_dict()
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
-
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    weights, named = get_state_dict(model, optimizer, options=options)
-    names, groups = _parameter_names(model, optimizer), optimizer.state_dict()["param_groups"]
-    return weights, {
-        "state": {i: named["state"][name] for i, name in enumerate(names) if name in named.get("state", {})},
-        "param_groups": groups,
-    }
+def whole_state(model: GPT, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], dict]:
+    """Weights and the optimiser's state, as they are without sharding. All processes call it."""
+    weights, whole = model.state_dict(), optimizer.state_dict()
+    whole["state"] = {i: {key: _whole(one) for key, one in values.items()} for i, values in whole["state"].items()}
+    return {name: _whole(weight) for name, weight in weights.items()}, whole
 
 
-def load_optimizer(model: GPT, optimizer: torch.optim.Optimizer, state: dict, sharded: bool) -> None:
-    """Give an optimiser the state of a checkpoint, equal in all processes."""
-    if not sharded:
-        optimizer.load_state_dict(state)
-        return
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_optimizer_state_dict
+def load_optimizer(optimizer: torch.optim.Optimizer, state: dict, sharded: bool) -> None:
+    """Give an optimiser the state of a checkpoint, equal in all processes; each keeps its part if it is sharded."""
+    if sharded:
+        from torch.distributed.tensor import distribute_tensor
 
-    names = _parameter_names(model, optimizer)
-    groups = [{**group, "params": [names[i] for i in group["params"]]} for group in state["param_groups"]]
-    named = {"state": {names[i]: values for i, values in state["state"].items()}, "param_groups": groups}
-    set_optimizer_state_dict(model, optimizer, named, options=StateDictOptions(full_state_dict=True))
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        for i, values in state["state"].items():
+            like = parameters[i]
+            moments = {key: one for key, one in values.items() if one.shape == like.shape}  # all but the count of steps
+            values |= {key: distribute_tensor(one, like.device_mesh, like.placements) for key, one in moments.items()}
+    optimizer.load_state_dict(state)
 
 
 class Stop:
-    """A context in which SIGINT and SIGTERM are noted, in `signum`; a second Ctrl-C, seconds later, leaves at once."""
+    """A context in which the first SIGINT or SIGTERM is noted, in `signum`."""
 
     def __init__(self) -> None:
-        self.signum, self._when, self._before = 0, 0.0, {}
+        self.signum, self._before = 0, {}
 
     def __enter__(self) -> "Stop":
         with contextlib.suppress(ValueError):  # Python allows handlers in the main thread only
@@ -163,11 +147,8 @@ class Stop:
         for signum, handler in self._before.items():
             signal.signal(signum, handler)
 
-    def _note(self, signum: int, frame: object) -> None:
-        if self.signum and signum == signal.SIGINT and time.monotonic() > self._when + REPEATED:
-            os._exit(128 + signum)
-        if not self.signum:
-            self.signum, self._when = signum, time.monotonic()
+    def _note(self, signum: int, _: object) -> None:
+        self.signum = self.signum or signum
 
     def asked(self, ranks: Ranks) -> int:
         """The signal that any of the processes has got, in all of them; 0 for none."""
@@ -183,10 +164,10 @@ codecs.register_error("ropewalk", lambda error: (ASCII.get(error.object[error.st
 
 @contextlib.contextmanager
 def errors_as_messages() -> Iterator[None]:
-    """Around a command: what a user can mend is one message, anything else is a bug and keeps its traceback.
+    """Around a command: ValueErrors, OSErrors and a lack of memory are one message, a bug keeps its traceback.
 
-    ValueErrors and OSErrors carry a message written for the user; memory has an end. In a job of several processes this
-    one ends at once, so that torchrun ends the others. A terminal that knows ASCII only gets the text in ASCII.
+    In a job of several processes this one ends at once, so that torchrun ends the others. A terminal that knows ASCII
+    only gets the text in ASCII.
     """
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):

@@ -1,5 +1,6 @@
 """Settings of the two commands: what there is, of what type, and what is refused before any work is done."""
 
+import contextlib
 import itertools
 import logging
 import math
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from hydra.experimental.callback import Callback
+from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -83,7 +84,6 @@ class TrainConfig:
     init_from: str | None = None
     deterministic: bool = False
     sharding: str = "none"
-    profile: bool = False
     model: dict[str, Any] = MISSING  # this and the next two are checked by GPTConfig
     pos: dict[str, Any] = MISSING
     scaling: dict[str, Any] | None = None
@@ -93,6 +93,9 @@ class TrainConfig:
     train: TrainSettings = field(default_factory=TrainSettings)
     val: ValSettings = field(default_factory=ValSettings)
     wandb: WandbSettings = field(default_factory=WandbSettings)
+
+
+ConfigStore.instance().store(name="train_schema", node=TrainConfig)
 
 
 @dataclass
@@ -147,11 +150,9 @@ def run_dir(resume: str | None, name: str) -> str:
     stem = Path("outputs") / f"{datetime.now():%Y-%m-%d_%H-%M-%S}_{plain_name}"
     for count in itertools.count(1):
         folder = stem if count == 1 else stem.with_name(f"{stem.name}_{count}")
-        try:
+        with contextlib.suppress(FileExistsError):
             folder.mkdir(parents=True)
             return str(folder)
-        except FileExistsError:
-            continue
 
 
 def scheme_name(config: DictConfig) -> str:
@@ -177,19 +178,6 @@ for _name, _resolver in RESOLVERS.items():
     OmegaConf.register_new_resolver(_name, _resolver, replace=True)
 
 
-class Sweep(Callback):
-    """What a sweep by optuna needs: a trial that fails does not end it, and a later sweep leaves its results alone."""
-
-    def on_multirun_start(self, config: DictConfig, **_) -> None:
-        if "max_failure_rate" in config.hydra.sweeper:
-            config.hydra.sweeper.max_failure_rate = 1.0
-
-    def on_multirun_end(self, config: DictConfig, **_) -> None:
-        path = Path(config.hydra.sweep.dir) / "optimization_results.yaml"
-        if path.exists():
-            path.rename(path.with_name(f"{datetime.now():%Y-%m-%d_%H-%M-%S}_{path.name}"))
-
-
 def checked(config: DictConfig, schema: type) -> DictConfig:
     """The configuration, resolved, against its schema. ValueError for unknown keys and for types that do not fit.
 
@@ -199,16 +187,6 @@ def checked(config: DictConfig, schema: type) -> DictConfig:
         return OmegaConf.merge(OmegaConf.structured(schema), OmegaConf.to_container(config, resolve=True))
     except OmegaConfBaseException as error:
         raise ValueError(str(error).splitlines()[0] + f" (setting {error.full_key})") from error
-
-
-def step_to_resume(folder: Path, state: dict, fingerprint: str, most: int) -> int:
-    """The step of a checkpoint's state. ValueError where a run cannot go on from it."""
-    if state["fingerprint"] != fingerprint:
-        raise ValueError(f"resume={folder}: was trained on data {state['fingerprint']}, not {fingerprint}")
-    if state["step"] > most:
-        raise ValueError(f"resume={folder}: has {state['step']} steps; raise train.max_steps={most}")
-    log.info("resume   %s, step %d of %d", folder, state["step"], most)
-    return state["step"]
 
 
 def lr_at(step: int, t: DictConfig) -> float:
@@ -224,18 +202,14 @@ def task_of(config: DictConfig) -> Task | None:
     """The task of a run of data=task. ValueError for a task without it, and for a training length of one's own."""
     if (config.data.kind == "task") != (config.task is not None):
         known = ", ".join(TASKS)
-        raise ValueError(
-            f"data={config.data.name}: data=task needs task=<name>, out of {known}, and no other data has one"
-        )
+        raise ValueError(f"data={config.data.name}: data=task needs task=<name>, out of {known}; other data has none")
     if config.task is None:
         return None
     if config.task.random_offset and config.train.position_range > 1:
         raise ValueError(f"train.position_range={config.train.position_range}: not with task.random_offset=true")
     task, given = Task(**OmegaConf.to_container(config.task)), config.model.get("train_length")
     if given not in (None, task.train_length):
-        raise ValueError(
-            f"model.train_length={given}: leave it out, task.train_max and task.test make it {task.train_length}"
-        )
+        raise ValueError(f"model.train_length={given}: leave it out, the task's own is {task.train_length}")
     return task
 
 
@@ -259,24 +233,15 @@ def check_settings(config: DictConfig, world_size: int = 1) -> GPTConfig:
     for key, below in {"weight_decay": math.inf, "min_lr_ratio": math.inf, "beta1": 1, "beta2": 1}.items():
         if not 0 <= t[key] < below:
             raise ValueError(f"train.{key}={t[key]}: must be at least 0, and below {below}")
-    known = {
-        "train.compile": (True, False, "auto"),
-        "train.schedule": ("cosine", "linear"),
-        "sharding": ("none", "fsdp"),
-        "wandb.mode": MODES,
-    }
-    for key, values in known.items():
+    known = {"train.compile": (True, False, "auto"), "train.schedule": ("cosine", "linear"), "wandb.mode": MODES}
+    for key, values in (known | {"sharding": ("none", "fsdp")}).items():
         if (found := OmegaConf.select(config, key)) not in values:
             raise ValueError(f"{key}={found!r}: use {', '.join(map(str, values))}")
     if config.sharding == "fsdp" and t.compile is True:
         raise ValueError("sharding=fsdp: not with train.compile=true; use false, or sharding=none")
-    if not config.val.multiples or not all(0 < multiple < math.inf for multiple in config.val.multiples):
-        raise ValueError(f"val.multiples={list(config.val.multiples)}: at least one, all finite and above 0")
     if t.batch_size % (world_size * micro):
-        raise ValueError(
-            f"train.batch_size={t.batch_size}: must be a multiple of train.micro_batch_size={micro} times the number "
-            f"of processes, {world_size}"
-        )
+        parts = f"train.micro_batch_size={micro} times the number of processes, {world_size}"
+        raise ValueError(f"train.batch_size={t.batch_size}: must be a multiple of {parts}")
     if task := task_of(config):
         config.model.train_length = task.train_length
     vocab_size, plain = vocab_size_of(config), OmegaConf.to_container(config)
@@ -286,11 +251,8 @@ def check_settings(config: DictConfig, world_size: int = 1) -> GPTConfig:
 def fitting_lengths(lengths: list[int], train_length: int, files: TokenFiles) -> list[int]:
     """The lengths that the validation text holds. ValueError where a split is shorter than a training window."""
     if min(len(files.train), len(files.val)) <= train_length:
-        raise ValueError(
-            f"model.train_length={train_length}: a window and its target do not fit into the {len(files.train)} "
-            f"training and the {len(files.val)} validation tokens of {files.meta['corpus']}; use a shorter one or more "
-            "text"
-        )
+        found = f"{len(files.train)} training and {len(files.val)} validation tokens"
+        raise ValueError(f"model.train_length={train_length}: a window and its target do not fit into {found}")
     fitting = [length for length in lengths if length < len(files.val)]
     if left_out := lengths[len(fitting) :]:
         log.warning("validation split of %d tokens: lengths %s are left out", len(files.val), left_out)

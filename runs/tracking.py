@@ -3,6 +3,7 @@
 import logging
 import os
 import re
+import shlex
 import uuid
 from pathlib import Path
 from typing import Any
@@ -12,20 +13,19 @@ from omegaconf import DictConfig
 log = logging.getLogger("ropewalk")
 
 MODES = ("auto", "online", "offline", "disabled")
+AXES = dict.fromkeys(("train", "val", "speed"), "tokens")  # metrics by their prefix, and what they are drawn over
+AXES |= {"extrapolation": "extrapolation/length", "by_position": "by_position/position", "recall": "recall/distance"}
 
 
 def new_wandb_id(name: str = "run") -> str:
-    """The id of a new wandb run, which begins with a name, as wandb leet lists runs by their ids.
-
-    In a wandb sweep it is the id that its agent gives.
-    """
+    """The id of a new wandb run: that of a sweep's agent, else a name (wandb leet lists ids) and a random ending."""
     if os.environ.get("WANDB_SWEEP_ID") and os.environ.get("WANDB_RUN_ID"):
         return os.environ["WANDB_RUN_ID"]
     return f"{re.sub(r'[^A-Za-z0-9.]+', '_', name)}-{uuid.uuid4().hex[:6]}"
 
 
 def wandb_identity(config: DictConfig, pos: str) -> dict:
-    """How a training is found among others: runs of one scheme, named pos, are a group, its seeds the runs in it."""
+    """A training's name, group and tags: runs of one scheme, named pos, are a group."""
     scaled = config.scaling is not None and config.scaling.name != "none"
     group = config.wandb.group or (f"{pos}_{config.scaling.name}" if scaled else pos)
     tags = [f"pos={pos}", f"layers={config.model.n_layer}", f"train_length={config.model.train_length}"]
@@ -37,9 +37,8 @@ def start_wandb(
 ) -> Any:
     """Start the wandb run of this id, or continue it; its files lie in `wandb/` beside the run folder.
 
-    settings: mode (one of MODES) and, optionally, project. `auto` is what WANDB_MODE says, else online when logged in,
-    else offline; wandb never asks for an account. Where wandb cannot start online the run is offline, and where it
-    cannot start at all a disabled run, with one warning. init: more arguments of wandb.init.
+    settings: mode and, optionally, project. Mode `auto` is what WANDB_MODE says, else online when logged in, else
+    offline. Where wandb cannot start, the run is offline, or else disabled, with one warning. init: as of wandb.init.
     """
     if settings.mode not in MODES:
         raise ValueError(f"wandb.mode={settings.mode!r}: use {', '.join(MODES)}")
@@ -64,19 +63,17 @@ def start_wandb(
             wandb.teardown()  # else its service still holds the run's id
     if failures:
         log.warning("wandb goes on %s (metrics.jsonl has every number): %s", attempt, "; ".join(failures))
-    run.define_metric("tokens")
-    for prefix in ("train", "val", "speed"):
-        run.define_metric(f"{prefix}/*", step_metric="tokens")
-    for prefix, x in (("extrapolation", "length"), ("by_position", "position"), ("recall", "distance")):
-        run.define_metric(f"{prefix}/{x}")
-        run.define_metric(f"{prefix}/*", step_metric=f"{prefix}/{x}")
+    for prefix, x in AXES.items():
+        run.define_metric(x)
+        run.define_metric(f"{prefix}/*", step_metric=x)
     if attempt != "disabled":
-        log.info("wandb    %s, run %s", run.url if attempt == "online" else f"offline in {init['dir']}/wandb", run.id)
+        where = run.url if attempt == "online" else f"offline: wandb leet {shlex.quote(init['dir'] + '/wandb')}"
+        log.info("wandb    run %s, %s", run.id, where)
     return run
 
 
 def log_row(run: Any, row: dict) -> Any:
-    """Log what is there of a row of metrics. Returns the run to log to next: a disabled one where wandb has failed."""
+    """Log a row of metrics without its None. Returns the run to log to next: a disabled one where wandb has failed."""
     try:
         run.log({key: value for key, value in row.items() if value is not None})  # wandb would show None as a value
         return run

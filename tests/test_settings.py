@@ -95,7 +95,6 @@ def test_the_preset_follows_the_machine_and_the_groups_follow_the_preset(cuda, m
         ("sharding=half", r"sharding='half': use none, fsdp"),
         ("wandb.mode=on", r"wandb\.mode='on'"),
         ("train.micro_batch_size=3", r"train\.batch_size=16.*multiple"),
-        ("val.multiples=[]", r"val\.multiples"),
         ("val.stride=0", r"val\.stride=0"),
         ("model.width=100", r"model\.width=100"),
         ("model.n_kv_head=3", r"model\.n_kv_head=3"),

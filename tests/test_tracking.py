@@ -8,7 +8,7 @@ import pytest
 import wandb
 from omegaconf import OmegaConf
 
-from runs import start_wandb
+from runs import read_run, start_wandb
 from runs.settings import scheme_name
 from runs.tracking import finish_wandb, log_row, wandb_identity
 from tests.trained import REPOSITORY, TINY, composed, metrics, records, run
@@ -36,8 +36,8 @@ def settings(mode):
 
 
 def test_an_offline_run_holds_every_row_and_a_resumed_run_keeps_its_id(corpus, tmp_path):
-    trainer = run(tmp_path / "run", *OFFLINE, *corpus)
-    run_id = trainer.provenance["wandb_id"]
+    run(tmp_path / "run", *OFFLINE, *corpus)
+    run_id = read_run(tmp_path / "run")[1]["wandb_id"]
     (folder,) = (tmp_path / "wandb").glob(f"offline-run-*-{run_id}")
     assert history(folder) == rows(tmp_path / "run")
     found = records(folder)
@@ -47,8 +47,8 @@ def test_an_offline_run_holds_every_row_and_a_resumed_run_keeps_its_id(corpus, t
     text = str(found)
     for name in ("train/*", "val/*", "extrapolation/*", "extrapolation/final"):
         assert name in text
-    longer = run(tmp_path / "run", *OFFLINE, *corpus, "train.max_steps=6", resume=True)
-    assert longer.provenance["wandb_id"] == run_id
+    run(tmp_path / "run", *OFFLINE, *corpus, "train.max_steps=6", resume=True)
+    assert read_run(tmp_path / "run")[1]["wandb_id"] == run_id
     first, second = sorted((tmp_path / "wandb").glob(f"offline-run-*-{run_id}"))
     assert first == folder
     again = [row for row in rows(tmp_path / "run") if row["step"] > 4 or (row["step"] == 4 and "val/loss" in row)]

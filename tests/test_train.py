@@ -1,5 +1,6 @@
 """Training: the arithmetic of a step, what a run starts from, and what stops it."""
 
+import json
 import logging
 import math
 from types import SimpleNamespace
@@ -206,12 +207,10 @@ def test_rows_that_json_cannot_hold_are_null_and_half_a_line_is_no_row(tmp_path)
     assert path.read_text() == '{"step": 1, "train/loss": null, "b": 2.0}\n'
 
 
-def test_a_profile_is_written(corpus, tmp_path):
-    run(tmp_path, *TINY, *corpus, "profile=true", "train.max_steps=6", "train.peak_flops=1e12")
-    assert (tmp_path / "profile.json").stat().st_size > 1000
-    assert "aten::" in (tmp_path / "profile.txt").read_text()
-    last = (tmp_path / "metrics.jsonl").read_text()
-    assert '"speed/mfu": 0' in last or '"speed/mfu": ' in last
+def test_mfu_is_recorded_where_the_peak_is_known(corpus, tmp_path):
+    run(tmp_path, *TINY, *corpus, "train.peak_flops=1e12")
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert all(0 < row["speed/mfu"] < 1 for row in rows if "train/loss" in row)
 
 
 def test_peaks_are_found_by_the_devices_name(monkeypatch):
@@ -227,7 +226,7 @@ def test_peaks_are_found_by_the_devices_name(monkeypatch):
 def test_an_older_run_can_be_read(corpus, tmp_path):
     run(tmp_path, *TINY, *corpus)
     path = tmp_path / "config.yaml"
-    text = path.read_text().replace("seed: 0\n", "seed: 0\nrepeat: null\ntrust: false\ninit_table: null\n", 1)
+    text = path.read_text().replace("seed: 0\n", "seed: 0\nrepeat: null\ntrust: false\nprofile: false\n", 1)
     path.write_text(text.replace("train:\n", "train:\n  flex_attention: false\n  skip_bad_steps: 0\n", 1))
     assert read_run(tmp_path)[0].seed == 0
     assert load_state(latest_checkpoint(tmp_path))["step"] == 4
