@@ -17,14 +17,8 @@ def window_starts(
     """Where the windows of a step begin in a stream of n_tokens, int64 (batch_size / world_size,).
 
     Each epoch cuts the stream into windows that do not overlap, from an offset of its own, and visits every window once
-    in a random order. All ranks together draw `batch_size` windows a step, no two of them the same within an epoch, and
-    the same ones whatever the number of ranks. Raises ValueError where the stream is shorter than a window and its
-    target, or ranks do not divide a batch.
+    in a random order. All ranks together draw the same `batch_size` windows a step, whatever the number of ranks.
     """
-    if n_tokens < length + 1:
-        raise ValueError(f"a window of {length} tokens and its target do not fit into a split of {n_tokens} tokens")
-    if batch_size % world_size:
-        raise ValueError(f"train.batch_size={batch_size}: must be a multiple of the {world_size} processes")
     windows, slack = divmod(n_tokens - 1, length)
     share = batch_size // world_size
     starts = np.empty(share, dtype=np.int64)
@@ -36,9 +30,9 @@ def window_starts(
 
 
 def draw_positions(length: int, stretch: float, seed: int, step: int) -> np.ndarray | None:
-    """Randomised positions of a step (Ruoss et al. 2023): int64 (length,), growing, out of stretch · length of them.
+    """Randomised positions of a step (Ruoss et al. 2023): int64 (length,), growing, below stretch · length.
 
-    None for a stretch of 1: positions then count up from 0.
+    None for a stretch of 1: positions count up from 0.
     """
     if stretch <= 1:
         return None
@@ -49,11 +43,7 @@ def draw_positions(length: int, stretch: float, seed: int, step: int) -> np.ndar
 def draw_batch(
     tokens: np.ndarray, length: int, batch_size: int, seed: int, step: int, rank: int = 0, world_size: int = 1
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Inputs and targets of a step, int64 (batch_size / world_size, length) each; targets[:, t] follows inputs[:, t].
-
-    Their windows, and errors, are those of window_starts. Nothing is remembered between calls, so resuming is asking
-    for a later step.
-    """
+    """Inputs and targets of a step, int64 (batch_size / world_size, length); targets[:, t] follows inputs[:, t]."""
     starts = window_starts(len(tokens), length, batch_size, seed, step, rank, world_size)
     rows = tokens[starts[:, None] + np.arange(length + 1)].astype(np.int64)
     return rows[:, :-1], rows[:, 1:]
