@@ -11,22 +11,23 @@ def _epoch(seed: int, epoch: int, windows: int, slack: int) -> tuple[np.ndarray,
     return rng.permutation(windows), int(rng.integers(slack + 1))
 
 
-def window_starts(
-    n_tokens: int, length: int, batch_size: int, seed: int, step: int, rank: int = 0, world_size: int = 1
-) -> np.ndarray:
-    """Where the windows of a step begin in a stream of n_tokens, int64 (batch_size / world_size,).
+def draw_batch(
+    tokens: np.ndarray, length: int, batch_size: int, seed: int, step: int, rank: int = 0, world_size: int = 1
+) -> tuple[np.ndarray, np.ndarray]:
+    """Inputs and targets of a step, int64 (batch_size / world_size, length) each; targets[:, t] follows inputs[:, t].
 
-    Each epoch cuts the stream into windows that do not overlap, from an offset of its own, and visits every window once
+    Each epoch cuts the tokens into windows that do not overlap, from an offset of its own, and visits every window once
     in a random order. All ranks together draw the same `batch_size` windows a step, whatever the number of ranks.
     """
-    windows, slack = divmod(n_tokens - 1, length)
+    windows, slack = divmod(len(tokens) - 1, length)
     share = batch_size // world_size
-    starts = np.empty(share, dtype=np.int64)
-    for i in range(share):
-        epoch, index = divmod(step * batch_size + rank * share + i, windows)
+    first, starts = step * batch_size + rank * share, []
+    for place in range(first, first + share):
+        epoch, index = divmod(place, windows)
         order, offset = _epoch(seed, epoch, windows, slack)
-        starts[i] = order[index] * length + offset
-    return starts
+        starts.append(order[index] * length + offset)
+    rows = tokens[np.array(starts)[:, None] + np.arange(length + 1)].astype(np.int64)
+    return rows[:, :-1], rows[:, 1:]
 
 
 def draw_positions(length: int, stretch: float, seed: int, step: int) -> np.ndarray | None:
@@ -38,12 +39,3 @@ def draw_positions(length: int, stretch: float, seed: int, step: int) -> np.ndar
         return None
     rng = np.random.default_rng([seed, step, 1])
     return np.sort(rng.choice(int(stretch * length), length, replace=False))
-
-
-def draw_batch(
-    tokens: np.ndarray, length: int, batch_size: int, seed: int, step: int, rank: int = 0, world_size: int = 1
-) -> tuple[np.ndarray, np.ndarray]:
-    """Inputs and targets of a step, int64 (batch_size / world_size, length); targets[:, t] follows inputs[:, t]."""
-    starts = window_starts(len(tokens), length, batch_size, seed, step, rank, world_size)
-    rows = tokens[starts[:, None] + np.arange(length + 1)].astype(np.int64)
-    return rows[:, :-1], rows[:, 1:]

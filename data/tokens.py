@@ -62,7 +62,7 @@ class TokenFiles:
 
 
 def prepare(config: DataConfig, tokenizer: Tokenizer, say: Callable[[str], None] = print) -> TokenFiles:
-    """The corpus' token files, made if none are of these settings and of these sizes and times of the corpus' files.
+    """The corpus' token files, made anew where a setting or the size or time of a file of the corpus has changed.
 
     ValueError where the corpus cannot be read or split, OSError where the files cannot be written. Run twice at once,
     both do the work and the first to finish is kept.
@@ -135,12 +135,9 @@ def open_tokens(folder: Path, config: DataConfig, tokenizer: Tokenizer) -> Token
 def _tokenise(
     folder: Path, config: DataConfig, tokenizer: Tokenizer, say: Callable[[str], None]
 ) -> tuple[dict[str, np.ndarray], dict]:
-    """Write a corpus' ids into a folder: the offsets of each split's documents, and what tokens.json says of the text.
-
-    The text goes through a file beside the folder, since the split depends on all documents.
-    """
+    """Write a corpus' ids into a folder: the offsets of each split's documents, and what tokens.json says of them."""
     dtype = np.min_scalar_type(tokenizer.vocab_size - 1)
-    spool = folder.with_name("spool.txt")
+    spool = folder.with_name("spool.txt")  # the split depends on all documents, so the text waits here
     pieces = split_corpus(spool, config, say)
     splits, sizes, _ = zip(*pieces, strict=True)
     overlap = measure_overlap(spool, sizes, splits)
@@ -161,10 +158,10 @@ def _tokenise(
                     lengths[split].append(length)
                     length = 0
     offsets = {split: np.cumsum(lengths[split], dtype=np.int64) for split in SPLITS}
-    total = sum(int(offsets[split][-1]) for split in SPLITS)
+    train, val = (int(offsets[split][-1]) for split in SPLITS)
     say(f"{overlap['val_covered']:.1%} of the validation text lies in 32-byte pieces of the training text")
-    if 2 * offsets["train"][-1] < total:
-        say(f"warning: less than half of the text is left to train on, {offsets['train'][-1]:,} of {total:,} tokens")
+    if train < val:
+        say(f"warning: less than half of the text is left to train on, {train:,} of {train + val:,} tokens")
     content = hashlib.sha256()
     for piece in pieces:
         content.update(repr(piece).encode())
@@ -174,12 +171,7 @@ def _tokenise(
 def _parts(file: BinaryIO, pieces: list[Piece]) -> Iterator[tuple[str, str, bool]]:
     """The pieces' text in parts small enough to be tokenised with others: (split, text, whether the piece ends)."""
     for split, size, _ in pieces:
-        for text in parts(_read(file, size)):
-            yield split, text, False
+        decode = codecs.getincrementaldecoder("utf-8")().decode
+        blocks = (decode(file.read(min(BLOCK, left))) for left in range(size, 0, -BLOCK))
+        yield from ((split, text, False) for text in parts(blocks))
         yield split, "", True
-
-
-def _read(file: BinaryIO, size: int) -> Iterator[str]:
-    decoder = codecs.getincrementaldecoder("utf-8")()
-    for begin in range(0, size, BLOCK):
-        yield decoder.decode(file.read(min(BLOCK, size - begin)))
