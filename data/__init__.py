@@ -1,6 +1,6 @@
 """Text to batches: corpora (through `datasets`), tokenizers (through `tiktoken`), token files; tasks; batches."""
 
-from data.batches import draw_batch, draw_positions, window_starts
+from data.batches import draw_batch, draw_positions
 from data.corpora import DataConfig, absolute
 from data.tasks import Task
 from data.tokenizers import Tokenizer, get_tokenizer
@@ -16,5 +16,4 @@ __all__ = [
     "draw_positions",
     "get_tokenizer",
     "prepare",
-    "window_starts",
 ]

@@ -11,49 +11,31 @@ def _epoch(seed: int, epoch: int, windows: int, slack: int) -> tuple[np.ndarray,
     return rng.permutation(windows), int(rng.integers(slack + 1))
 
 
-def window_starts(
-    n_tokens: int, length: int, batch_size: int, seed: int, step: int, rank: int = 0, world_size: int = 1
-) -> np.ndarray:
-    """Where the windows of a step begin in a stream of n_tokens, int64 (batch_size / world_size,).
-
-    Each epoch cuts the stream into windows that do not overlap, from an offset of its own, and visits every window once
-    in a random order. All ranks together draw `batch_size` windows a step, no two of them the same within an epoch, and
-    the same ones whatever the number of ranks. Raises ValueError where the stream is shorter than a window and its
-    target, or ranks do not divide a batch.
-    """
-    if n_tokens < length + 1:
-        raise ValueError(f"a window of {length} tokens and its target do not fit into a split of {n_tokens} tokens")
-    if batch_size % world_size:
-        raise ValueError(f"train.batch_size={batch_size}: must be a multiple of the {world_size} processes")
-    windows, slack = divmod(n_tokens - 1, length)
-    share = batch_size // world_size
-    starts = np.empty(share, dtype=np.int64)
-    for i in range(share):
-        epoch, index = divmod(step * batch_size + rank * share + i, windows)
-        order, offset = _epoch(seed, epoch, windows, slack)
-        starts[i] = order[index] * length + offset
-    return starts
-
-
-def draw_positions(length: int, stretch: float, seed: int, step: int) -> np.ndarray | None:
-    """Randomised positions of a step (Ruoss et al. 2023): int64 (length,), growing, out of stretch · length of them.
-
-    None for a stretch of 1: positions then count up from 0.
-    """
-    if stretch <= 1:
-        return None
-    rng = np.random.default_rng([seed, step, 1])
-    return np.sort(rng.choice(int(stretch * length), length, replace=False))
-
-
 def draw_batch(
     tokens: np.ndarray, length: int, batch_size: int, seed: int, step: int, rank: int = 0, world_size: int = 1
 ) -> tuple[np.ndarray, np.ndarray]:
     """Inputs and targets of a step, int64 (batch_size / world_size, length) each; targets[:, t] follows inputs[:, t].
 
-    Their windows, and errors, are those of window_starts. Nothing is remembered between calls, so resuming is asking
-    for a later step.
+    Each epoch cuts the tokens into windows that do not overlap, from an offset of its own, and visits every window once
+    in a random order. All ranks together draw the same `batch_size` windows a step, whatever the number of ranks.
     """
-    starts = window_starts(len(tokens), length, batch_size, seed, step, rank, world_size)
-    rows = tokens[starts[:, None] + np.arange(length + 1)].astype(np.int64)
+    windows, slack = divmod(len(tokens) - 1, length)
+    share = batch_size // world_size
+    first, starts = step * batch_size + rank * share, []
+    for place in range(first, first + share):
+        epoch, index = divmod(place, windows)
+        order, offset = _epoch(seed, epoch, windows, slack)
+        starts.append(order[index] * length + offset)
+    rows = tokens[np.array(starts)[:, None] + np.arange(length + 1)].astype(np.int64)
     return rows[:, :-1], rows[:, 1:]
+
+
+def draw_positions(length: int, stretch: float, seed: int, step: int) -> np.ndarray | None:
+    """Randomised positions of a step (Ruoss et al. 2023): int64 (length,), growing, below stretch · length.
+
+    None for a stretch of 1: positions count up from 0.
+    """
+    if stretch <= 1:
+        return None
+    rng = np.random.default_rng([seed, step, 1])
+    return np.sort(rng.choice(int(stretch * length), length, replace=False))

@@ -1,19 +1,18 @@
 """Corpora: where documents come from.
 
-A corpus yields documents, as (split, blocks): split is "train" or "val" where the publisher has split the corpus, else
-None; blocks are the document's text, in order. A row is one block. A text file is read in blocks, since it may be
-larger than the memory.
+A document is (split, blocks): split is "train" or "val" where the publisher has split the corpus, else None; blocks are
+its text, in order. A row is one block. A text file is read in blocks, since it may be larger than the memory.
 """
 
 import contextlib
 import glob
 import json
 import os
-import platform
 import re
 import sysconfig
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -33,16 +32,14 @@ BLOCK = 1 << 20  # characters of a text file read at once
 class DataConfig:
     """What to read, and how to split it. `name` is for people; `kind` decides how it is read.
 
-    kind `stdlib`: the Python standard library's source. `files`: `path` is a .txt, .py, .jsonl or .parquet file (the
-    first three also compressed, .gz or .zst), a glob, or a list of them; a file of text is one document, a row of the
-    others is one, its text in `column`. `hub`: `path` is a data set on the Hugging Face hub (`subset`: which of its
-    configs; `revision`), its documents are rows, or articles (`articles`: WikiText, whose rows are lines); `streaming`
-    reads it without keeping it on the disk. `bin`: token ids of nanoGPT, llm.c or modded-nanogpt, used where they lie:
-    `path` is their folder, a glob, or a list of files.
+    kind `stdlib`: the source of Python's standard library. `files`: `path` is a file (see ENDINGS), a glob or a list of
+    them; a text file is one document, a row of other files is one, its text in `column`. `hub`: `path` is a data set of
+    the Hugging Face hub (`subset`: which of its configs); a row is a document, or part of one (`articles`: WikiText,
+    whose rows are lines); `streaming` keeps no copy on the disk. `bin`: token ids in a folder, a glob, or a list.
 
     `max_documents`: how many are read in all, or of each of the publisher's splits. `val_split` names the publisher's
-    validation split; null holds out about `val_fraction` of the text, whole documents where they are small enough,
-    drawn with `split_seed` (see `data.split.hold_out`). `cache`: the folder for token files.
+    validation split; null holds out about `val_fraction` of the text, drawn with `split_seed` (see
+    `data.split.hold_out`). `cache`: the folder for token files.
     """
 
     name: str
@@ -88,30 +85,20 @@ def absolute(config: DataConfig) -> DataConfig:
     return replace(config, path=path, cache=cache)
 
 
-def describe(config: DataConfig) -> str:
-    """The corpus in a few words, for people: `stdlib (CPython 3.11.7)`."""
-    version = f"{platform.python_implementation()} {platform.python_version()}"
-    return f"{config.name} ({version if config.kind == 'stdlib' else config.path})"
-
-
 def documents(config: DataConfig) -> Iterator[tuple[str | None, Iterable[str]]]:
     """All documents in a fixed order, each as a split and blocks of text.
 
     ValueError, naming the corpus or file, where one cannot be read; of a text file when its blocks are.
     """
-    if config.kind == "hub":
-        splits = {None: config.train_split}
-        if config.val_split is not None:
-            splits = {"train": config.train_split, "val": config.val_split}
-    else:
-        splits = {None: None}
-    for label, split in splits.items():
-        if config.kind == "hub":
-            texts = _hub_texts(config, split)
-            found = ([text] for text in (_articles(texts) if config.articles else texts))
-        else:
-            found = (document for file in files_of(config) for document in _read_file(file, config.column))
-        yield from ((label, blocks) for blocks in islice(found, config.max_documents))
+    if config.kind != "hub":
+        found = (document for file in files_of(config) for document in _read_file(file, config.column))
+        yield from ((None, blocks) for blocks in islice(found, config.max_documents))
+        return
+    splits = {"train": config.train_split, "val": config.val_split}
+    for label, split in splits.items() if config.val_split else [(None, config.train_split)]:
+        texts = _hub_texts(config, split)
+        found = _articles(texts) if config.articles else texts
+        yield from ((label, [text]) for text in islice(found, config.max_documents))
 
 
 def files_of(config: DataConfig) -> list[Path]:
@@ -123,8 +110,6 @@ def files_of(config: DataConfig) -> list[Path]:
         for folder, subfolders, names in os.walk(root):
             subfolders[:] = set(subfolders) - left_out
             found += [Path(folder, name) for name in names if name.endswith(".py")]
-        if not found:
-            raise ValueError(f"data=stdlib: no Python source under {root}; use data=files data.path=<your text>")
         return sorted(found, key=lambda path: path.relative_to(root).as_posix())
     endings = (".bin",) if config.kind == "bin" else ENDINGS
     files: dict[Path, None] = {}
@@ -177,27 +162,21 @@ def _opened(file: Path, mode: str) -> Iterator[Any]:
         encoding = None if "b" in mode else "utf-8-sig"
         with fsspec.filesystem("file").open(file, mode, encoding=encoding, compression="infer") as opened:
             yield opened
-    except UnicodeDecodeError as error:
-        raise ValueError(f"data.path: {file} is not UTF-8 text ({error.reason}); convert it") from error
     except Exception as error:  # pyarrow and the decompressors raise whatever the damage happens to trigger
         raise ValueError(f"data.path: could not read {file} ({error})") from error
 
 
 def _text(row: Any, column: str) -> str:
-    """The text in a column of a row. ValueError where the row has none."""
-    if not isinstance(row, dict):
-        raise ValueError(f"a row must be an object, found {type(row).__name__}")
-    if not isinstance(row.get(column), str):
-        raise ValueError(f"data.column={column!r}: a row has no text there; its columns are {', '.join(row)}")
+    if not isinstance(row, dict) or not isinstance(row.get(column), str):
+        columns = ", ".join(row) if isinstance(row, dict) else "none"
+        raise ValueError(f"data.column={column!r}: a row has no text there; its columns are {columns}")
     return row[column]
 
 
 def _hub_texts(config: DataConfig, split: str) -> Iterator[str]:
     import datasets
 
-    def load(**settings: Any) -> datasets.DatasetBuilder:
-        return datasets.load_dataset_builder(config.path, config.subset, revision=config.revision, **settings)
-
+    load = partial(datasets.load_dataset_builder, config.path, config.subset, revision=config.revision)
     try:
         builder = load()
         if hasattr(builder.config, "on_mixed_types"):  # JSON: see _read_file
@@ -208,9 +187,8 @@ def _hub_texts(config: DataConfig, split: str) -> Iterator[str]:
         yield from (_text(row, config.column) for row in rows)
     except Exception as error:  # whatever a broken connection or a missing data set happens to trigger
         raise ValueError(
-            f"data={config.name}: could not read {config.path} from the Hugging Face hub ({error}). Its settings are "
-            "data.path, data.subset, data.revision, data.column, data.train_split and data.val_split; the corpora "
-            "stdlib and files need no network"
+            f"data={config.name}: could not read {config.path} from the Hugging Face hub ({error}); check data.path, "
+            "data.subset, data.column and data.train_split. data=stdlib and data=files need no network"
         ) from error
 
 

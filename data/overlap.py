@@ -60,9 +60,8 @@ def group_duplicates(path: Path, sizes: Sequence[int]) -> np.ndarray:
     """The group of each document, int64 (documents,): near-duplicates are in one group, and so are theirs.
 
     Two documents are near-duplicates where more than half of the distinct pieces of one occur in the other (Broder
-    1997: containment). The share is measured on up to 1,024 pieces of the one, those with the lowest hashes, so it is
-    exact for documents below 1 KB and has a standard error of 1.6 % for others; on fewer where there are more than
-    2,000 documents, but never fewer than 16. Memory: about 24 bytes for each of these pieces.
+    1997: containment). The share is measured on the up to 1,024 pieces of the one with the lowest hashes: exact below
+    1 KB, a standard error of 1.6 % above. More than 2,000 documents have fewer pieces each, but at least 16.
     """
     most = min(max(LEAST, SAMPLES // len(sizes)), MOST)
     sketches = [np.empty(0, dtype=np.uint64)] * len(sizes)
@@ -106,8 +105,8 @@ def group_duplicates(path: Path, sizes: Sequence[int]) -> np.ndarray:
 def measure_overlap(path: Path, sizes: Sequence[int], splits: Sequence[str]) -> dict[str, float]:
     """`val_covered`: the share of the validation text's bytes that lie in pieces which the training text has, too.
 
-    Of a split larger than 8 MB (val) or 1 GB (train), evenly spaced blocks are read; `val_covered_of_train` says which
-    share of the training text was read. Where that is below 1, `val_covered` is a lower bound.
+    Of a split larger than 8 MB (val) or 1 GB (train), evenly spaced blocks are read. `val_covered_of_train` is the
+    share of the training text that was read; below 1, `val_covered` is a lower bound.
     """
     total = {split: sum(size for size, one in zip(sizes, splits, strict=True) if one == split) for split in set(splits)}
 

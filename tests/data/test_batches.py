@@ -81,18 +81,6 @@ def test_batches_do_not_depend_on_what_was_asked_before(tmp_path):
         assert np.array_equal(draw_batch(tokens, 7, 4, *calls[i], world_size=2), first[calls[i]])
 
 
-@pytest.mark.parametrize("size", [0, 1, 7, 8])
-def test_a_stream_shorter_than_a_window_and_its_target(size):
-    with pytest.raises(ValueError, match=f"8 tokens.*{size} tokens"):
-        draw_batch(np.arange(size), 8, 1, 0, 0)
-
-
-@pytest.mark.parametrize(("batch_size", "world_size"), [(3, 2), (8, 3), (1, 2)])
-def test_a_batch_the_ranks_cannot_share(batch_size, world_size):
-    with pytest.raises(ValueError, match=rf"train\.batch_size={batch_size}.*{world_size} processes"):
-        draw_batch(np.arange(100), 8, batch_size, 0, 0, rank=0, world_size=world_size)
-
-
 def test_randomised_positions_grow_within_their_range_and_depend_on_the_step():
     first, again, other = (draw_positions(50, 4, seed=0, step=step) for step in (3, 3, 4))
     assert np.array_equal(first, again)

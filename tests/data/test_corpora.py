@@ -34,13 +34,6 @@ def test_stdlib_is_the_standard_library_in_the_order_of_names():
     assert texts(DataConfig("stdlib", "stdlib")) == [expected[name] for name in sorted(expected)]
 
 
-def test_stdlib_without_a_source_says_what_to_use_instead(monkeypatch, tmp_path):
-    write(tmp_path / "site-packages" / "a.py", "pass")
-    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
-    with pytest.raises(ValueError, match="data=files"):
-        texts(DataConfig("stdlib", "stdlib"))
-
-
 @pytest.mark.parametrize("packed", PACKERS)
 def test_a_text_file_is_one_document_and_a_row_is_one(tmp_path, packed):
     pack = PACKERS[packed]
@@ -87,10 +80,10 @@ def test_paths_hold_in_any_working_directory(tmp_path, monkeypatch):
     ("name", "content", "words"),
     [
         ("a.csv", b"one", r"a\.csv is none of \.txt.*\.jsonl.*\.parquet"),
-        ("a.txt", b"a" * 100_000 + b"\xff", r"a\.txt is not UTF-8"),
-        ("a.jsonl", b'{"text": "fine"}\n{"text": "caf\xe9"}\n', r"a\.jsonl is not UTF-8"),
+        ("a.txt", b"a" * 100_000 + b"\xff", r"a\.txt \('utf-8' codec"),
+        ("a.jsonl", b'{"text": "fine"}\n{"text": "caf\xe9"}\n', r"a\.jsonl \('utf-8' codec"),
         ("a.jsonl", b'{"text": "one"}\n{"text": "tw', r"a\.jsonl \(line 2: "),
-        ("a.jsonl", b'{"text": "one"}\n\n[1]\n', r"a\.jsonl \(line 3: a row must be an object, found list"),
+        ("a.jsonl", b'{"text": "one"}\n\n[1]\n', r"a\.jsonl \(line 3: .*no text there"),
         ("a.jsonl", b'{"text": "one"}\n{"body": "b", "n": 1}', r"line 2: data\.column='text'.*columns are body, n"),
         ("a.jsonl", b'{"text": "one"}\n{"text": 5}\n{"text": "two"}', r"line 2: data\.column='text': .* no text"),
         ("a.jsonl", b'{"text": null}', r"line 1: data\.column='text': .* no text"),

@@ -103,7 +103,7 @@ def test_an_unreachable_data_set_says_what_needs_no_network(monkeypatch, error):
     _, config = use(monkeypatch, train=broken())
     found = documents(config)
     assert next(found) == (None, ["one"])
-    with pytest.raises(ValueError, match=rf"data=h: could not read o/h .*{error}.*stdlib and files need no network"):
+    with pytest.raises(ValueError, match=rf"data=h: could not read o/h .*{error}.*data=files need no network"):
         next(found)
 
 

@@ -135,7 +135,7 @@ def test_targets_follow_their_inputs():
         ({"name": "copy", "strings": 0}, r"task\.strings=0"),
         ({"name": "copy", "stop_at": 2}, r"task\.stop_at=2"),
         ({"name": "copy", "test": []}, r"task\.test=\[\]"),
-        ({"name": "copy", "test": [5]}, r"task\.test=\[5\]"),
+        ({"name": "copy", "test": [[5]]}, r"task\.test=\[\[5\]\]"),
         ({"name": "copy", "test": [[5, 3]]}, r"task\.test"),
         ({"name": "mqar", "test": [[1, 3]]}, r"task\.test.*at least 4"),
     ],

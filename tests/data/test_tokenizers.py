@@ -86,14 +86,6 @@ def test_bytes_per_token_of_a_vocabulary_with_a_gap():
     assert counts.tolist() == [1] * 256 + [2, 0, 3, 0, 0]
 
 
-def test_an_encoding_without_an_end_of_document_is_refused():
-    encoding = tiktoken.Encoding(
-        name="endless", pat_str=".", mergeable_ranks={bytes([i]): i for i in range(256)}, special_tokens={}
-    )
-    with pytest.raises(ValueError, match=r"endless.*<\|endoftext\|>"):
-        Tokenizer(encoding)
-
-
 @pytest.mark.parametrize(
     ("name", "size", "words"),
     [

@@ -129,14 +129,6 @@ def test_a_damaged_folder_is_named(tmp_path, name, change):
         prepare(config, BYTES, silent)
 
 
-def test_files_of_another_tokenizer_are_refused(tmp_path):
-    config = toy(tmp_path, *some_documents(30))
-    path = prepare(config, BYTES, silent).folder / "tokens.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "vocab_size": 258}))
-    with pytest.raises(ValueError, match=r"holds tokens of \('bytes', 258\), not of \('bytes', 257\)"):
-        prepare(config, BYTES, silent)
-
-
 class Interrupted:
     """The bytes, and something that happens while they are tokenised."""
 
