@@ -57,13 +57,12 @@ def softmax_attention(
 ) -> Tensor:
     """softmax(q kᵀ / √head_dim + bias) v, (B, H, Tq, head_dim).
 
-    Where there is more to add than the causal mask this goes in blocks of queries, each with the keys it sees, so that
-    no whole bias (H, Tq, Tk) exists at once.
+    A bias goes in blocks of queries, each with the keys it sees, so that no whole bias (H, Tq, Tk) exists at once.
     """
     scheme, window, sinks = view
     H, Tq, Tk, grouped = q.shape[1], q.shape[2], k.shape[2], q.shape[1] != k.shape[1]
-    # In bfloat16 a CPU trains three times as fast on plain products as on the fused kernel. They round the scores once
-    # more, so passes without gradients, by which models are measured, keep the kernel.
+    # In bfloat16 a CPU trains three times as fast on plain products as on the fused kernel. Measurements keep the
+    # kernel, which rounds the scores once less.
     plain = scheme.weighs_values or (q.device.type == "cpu" and q.dtype == torch.bfloat16 and q.requires_grad)
     if not (scheme.biased or window or sinks is not None or plain):
         # is_causal aligns its triangle with the first key; a chunk after cached tokens needs the mask written out.

@@ -8,14 +8,11 @@ B sequences, T tokens, D width, H heads. A scheme acts at up to three hooks, alw
     and with it, for Shaw's scheme: values(weights, query_positions, key_positions), added to the attention's output
 
 A bias that head and distance alone decide is given by by_distance(distances), in place of `bias`. No scheme masks later
-keys: attention does.
+keys: attention does. `rotation` returns a function, so that the trigonometry is done once a pass, not once a layer.
 
-The base class does nothing at any of them, which makes it a scheme of its own: a causal model without positions
-(NoPE; Haviv et al. 2022, Kazemnejad et al. 2023). `rotation` returns a function, rather than taking the queries, so
-that the trigonometry is done once a pass and not twice in every layer.
-
-A new scheme is one subclass, one line in SCHEMES and one file in configs/pos/. The keyword-only arguments of its
-constructor are its configuration keys.
+The base class does nothing at any hook: it is a causal model without positions (NoPE; Haviv et al. 2022, Kazemnejad et
+al. 2023). A new scheme is one subclass, one line in SCHEMES and one file in configs/pos/. The keyword-only arguments of
+its constructor are its configuration keys.
 """
 
 import math
@@ -65,13 +62,11 @@ class PositionScheme(nn.Module):
         raise NotImplementedError
 
     def bias(self, queries: Tensor, query_positions: Tensor, key_positions: Tensor) -> Tensor:
-        """queries (B, H, Tq, head_dim), as rotated. Called with a part of the queries at a time.
+        """queries (B, H, Tq, head_dim), as rotated; a part of them at a time. This one is by_distance's.
 
-        Both positions count on, one by one, from their first, which need not be 0; here and in values. What later keys
-        get does not matter. This one is by_distance's.
+        Both positions count on, one by one, from their first, which need not be 0. Keys after a query may get anything.
         """
-        # Of Tq + Tk - 1 distances, not Tq · Tk pairs: a table's gradient is then summed along diagonals, in float32,
-        # and not gathered number by number.
+        # Of Tq + Tk - 1 distances, not Tq · Tk pairs: a table's gradient is then summed along diagonals, in float32.
         Tq, Tk = len(query_positions), len(key_positions)
         distances = query_positions[0] - key_positions[-1] + torch.arange(Tq + Tk - 1, device=key_positions.device)
         return self.by_distance(distances.clamp(min=0)).unfold(-1, Tk, 1).flip(-1)  # (H, Tq, Tk)
@@ -84,9 +79,8 @@ class PositionScheme(nn.Module):
         """Raise ValueError where the scheme has nothing to say about `position`."""
         if self.max_length is not None and position >= self.max_length:
             raise ValueError(
-                f"position {position} is past the learned table, which ends at {self.max_length} "
-                f"(train_length={self.max_length}: positions 0 to {self.max_length - 1}); use a shorter sequence, "
-                "or a scheme without a table such as pos=rope"
+                f"position {position} is past the learned table, which ends at {self.max_length} (train_length); use a "
+                "shorter sequence, or a scheme without a table such as pos=rope"
             )
 
 
@@ -108,8 +102,7 @@ class LearnedPositions(PositionScheme):
 class SinusoidalPositions(PositionScheme):
     """PE(p, 2i) = sin(p / 10000^(2i/D)), PE(p, 2i+1) = cos of the same (Vaswani et al. 2017, section 3.5). No weights.
 
-    The rows are multiplied by √D first, as the paper does (section 3.4): next to rows drawn with GPT-2's standard
-    deviation of 0.02 the table would drown them.
+    The rows are multiplied by √D first (section 3.4): drawn with GPT-2's deviation of 0.02 they would drown in it.
     """
 
     def embed(self, rows: Tensor, positions: Tensor) -> Tensor:
@@ -150,12 +143,8 @@ class RotaryPositions(PositionScheme):
         rope_frequencies(self.rotary_dim, base, config.scaling, self.train_length)  # checks them all
 
     def frequencies(self, length: int, device: torch.device | str = "cpu") -> tuple[Tensor, float]:
-        """inv_freq float64 (planes,) and attention_scale for a sequence of `length` tokens.
-
-        Computed anew each pass, on the device: as a buffer they would follow .bfloat16() and .half().
-        """
-        inv_freq = plain_frequencies(self.rotary_dim, self.base, device)
-        attention_scale = 1.0
+        """inv_freq float64 (planes,) and attention_scale for `length` tokens; as a buffer it would follow .half()."""
+        inv_freq, attention_scale = plain_frequencies(self.rotary_dim, self.base, device), 1.0
         if self.scaling is not None:
             inv_freq, attention_scale = scaled(inv_freq, self.base, self.scaling, self.train_length, length)
         inv_freq[self.turning :] = 0
@@ -177,10 +166,7 @@ class ALiBi(PositionScheme):
         self.n_head = config.n_head
 
     def slopes(self, device: torch.device | str = "cpu") -> Tensor:
-        """float32 (H,): 2^(-8h/H) for H a power of two, else those of the power below, then every other of the next.
-
-        So do the authors in their code; the paper has powers of two only.
-        """
+        """float32 (H,): 2^(-8h/H) for the power of two below H, then every other of the next (the authors' code)."""
         below = 2 ** math.floor(math.log2(self.n_head))
         exponents = torch.arange(1, below + 1, device=device) * (8 / below)
         others = (2 * torch.arange(self.n_head - below, device=device) + 1) * (4 / below)
@@ -238,7 +224,7 @@ class Fire(PositionScheme):
     """A small network of the distance relative to the query's position (Li et al. 2024, equation 6).
 
     bias = f(ψ(i - j) / ψ(max(i, L))) with ψ(x) = log(1 + |c| x): f has 32 hidden units, c and the threshold L are
-    learned. So distances are interpolated progressively: the farthest key is always at 1, past L.
+    learned. Past L the farthest key is always at 1.
     """
 
     def __init__(self, config):
@@ -263,8 +249,8 @@ class Fire(PositionScheme):
 class ShawRelative(PositionScheme):
     """Learned vectors for each clipped distance, added to keys and to values (Shaw et al. 2018, equations 3 to 5).
 
-    One pair of tables for all heads and layers. The queries meet the max_distance + 1 vectors, not a (Tq, Tk, head_dim)
-    tensor of them (section 3.3), and the attention weights are summed by distance before they meet the value vectors.
+    One pair of tables for all heads and layers. Queries and weights meet the max_distance + 1 vectors of a table, never
+    a (Tq, Tk, head_dim) tensor of them (section 3.3).
     """
 
     def __init__(self, config, *, max_distance: int = 16):

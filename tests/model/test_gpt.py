@@ -189,7 +189,7 @@ def test_dropout_acts_in_training_only():
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"width": 100}, r"model\.width=100.*2 · 64 = 128"),
+        ({"width": 100}, r"model\.width=100.*n_head · head_dim = 128"),
         ({"head_dim": 63}, r"model\.head_dim=63.*even"),
         ({"n_kv_head": 3}, r"model\.n_kv_head=3.*divide"),
         ({"n_layer": 0}, r"model\.n_layer=0"),
