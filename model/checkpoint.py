@@ -10,7 +10,6 @@ import hashlib
 import json
 import logging
 import os
-import re
 import shutil
 import zipfile
 from collections.abc import Callable, Iterator
@@ -94,7 +93,7 @@ def _digest(path: Path) -> str:
 
 def step_of(path: Path) -> int:
     """The step of a checkpoint's file, from its name."""
-    return int(re.search(r"step_(\d+)", path.name)[1])
+    return int(path.stem.removeprefix("step_"))
 
 
 def checkpoints(run: str | Path) -> list[Path]:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from model.checkpoint import latest_checkpoint, load_weights, new_folder, save_checkpoint, step_of
 from model.gpt import GPT
+from model.rope import LAYOUTS
 
 
 def permutation(rotary_dim: int, source: str, target: str) -> Tensor:
@@ -92,7 +93,7 @@ def main(words: list[str] | None = None) -> None:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("python -m model.convert", description=__doc__, formatter_class=raw)
     parser.add_argument("run", help="a run folder")
-    parser.add_argument("layout", choices=("half", "interleaved"))
+    parser.add_argument("layout", choices=LAYOUTS)
     parser.add_argument("--out", help="the new folder; default <run>_<layout>")
     given = parser.parse_args(words)
     try:

@@ -61,8 +61,7 @@ class Attention(nn.Module):
         else:
             if p.cache is not None:
                 k, v = p.cache.append(self.layer, start, k, v)
-            dropout = self.dropout if self.training else 0.0
-            y = softmax_attention(q, k, v, self.view(p), p.positions, p.key_positions, dropout)
+            y = softmax_attention(q, k, v, self.view(p), p.positions, p.key_positions, self.dropout * self.training)
         return F.dropout(self.out(y.transpose(1, 2).reshape(x.shape)), self.dropout, self.training)
 
     def heads(self, x: Tensor, p: Pass) -> tuple[Tensor, Tensor, Tensor]:

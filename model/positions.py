@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from model.checks import check_whole, is_number
 from model.registry import lookup
-from model.rope import build_rotation, plain_frequencies, rope_frequencies, rotary_tables
+from model.rope import LAYOUTS, build_rotation, plain_frequencies, rope_frequencies, rotary_tables
 from model.scaling import SCALINGS, complete_scaling, regime, scaled
 
 
@@ -115,10 +115,9 @@ class SinusoidalPositions(PositionScheme):
 class RotaryPositions(PositionScheme):
     """RoPE: planes of queries and keys turn with the position (Su et al. 2021, equation 34). No weights.
 
-    base: θ_i = base^(-2i / rotary width). layout: which dimensions form a plane, `half` (i, i + r/2) or
-    `interleaved` (2i, 2i + 1). rotary_fraction: the first part of the head that turns; the rest is left alone, as in
-    GPT-NeoX. turning: the fastest part of the planes that turns; the slowest stand still, with the exponents of the
-    whole width (p-RoPE; Barbero et al. 2024). config.scaling, if any, changes the frequencies (model/scaling.py).
+    base: θ_i = base^(-2i / r), r being the rotary width. layout: `half` pairs dimensions (i, i + r/2), `interleaved`
+    (2i, 2i + 1). rotary_fraction: the first part of the head that turns, as in GPT-NeoX. turning: the fastest part of
+    the planes that turns, the slowest stand still (p-RoPE; Barbero et al. 2024). config.scaling: see model/scaling.py.
     """
 
     rotates = True
@@ -127,16 +126,16 @@ class RotaryPositions(PositionScheme):
         self, config, *, base: float = 10000.0, layout: str = "half", rotary_fraction: float = 1.0, turning: float = 1.0
     ):
         super().__init__(config)
-        if layout not in ("half", "interleaved"):
-            raise ValueError(f"pos.layout={layout!r}: known layouts are half, interleaved")
+        if layout not in LAYOUTS:
+            raise ValueError(f"pos.layout={layout!r}: known layouts are {', '.join(LAYOUTS)}")
         for name, value in (("rotary_fraction", rotary_fraction), ("turning", turning)):
             if not 0 < value <= 1:
                 raise ValueError(f"pos.{name}={value}: must be above 0 and at most 1")
         self.rotary_dim = round(config.head_dim * rotary_fraction)
         if self.rotary_dim % 2 or self.rotary_dim == 0:
             raise ValueError(
-                f"pos.rotary_fraction={rotary_fraction} of model.head_dim={config.head_dim} turns {self.rotary_dim} "
-                "dimensions: they turn in pairs, so it must be an even number of at least 2"
+                f"pos.rotary_fraction={rotary_fraction} turns {self.rotary_dim} of model.head_dim={config.head_dim} "
+                "dimensions: must be an even number of at least 2, they turn in pairs"
             )
         self.base, self.layout, self.scaling = base, layout, config.scaling
         self.train_length, self.turning = config.original_length, int(turning * self.rotary_dim / 2)  # planes
@@ -180,8 +179,7 @@ class T5Bias(PositionScheme):
     """A learned bias a head and bucket of distances, one table for all layers (Raffel et al. 2019, section 2.1).
 
     Half of the buckets hold one distance each, the others widen logarithmically up to max_distance, and the last one
-    holds all beyond: T5's causal (decoder) buckets. T5 leaves out the 1/√head_dim of the scores; here it stays, so that
-    models differ in their positions only.
+    holds all beyond: T5's causal (decoder) buckets. Unlike in T5 the scores keep their 1/√head_dim.
     """
 
     def __init__(self, config, *, buckets: int = 32, max_distance: int = 128):

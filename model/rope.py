@@ -8,6 +8,8 @@ from torch import Tensor
 from model.checks import FLOATS, check_tensor, check_whole, is_number
 from model.scaling import complete_scaling, scaled
 
+LAYOUTS = ("half", "interleaved")  # which dimensions form a plane: (i, i + planes), or (2i, 2i + 1)
+
 
 def plain_frequencies(rotary_width: int, base: float, device: torch.device | str = "cpu") -> Tensor:
     """RoPE's base^(-2i / rotary_width), float64 (rotary_width / 2,) in radians a position (float32 on Apple's GPU)."""
@@ -59,8 +61,8 @@ def build_rotation(cos: Tensor, sin: Tensor, layout: str) -> Callable[[Tensor], 
     cos, sin: (T, planes). layout `half` pairs dimensions (i, i + planes), as Llama's and GPT-NeoX's code does;
     `interleaved` pairs (2i, 2i + 1), as the paper does. Computed in float64 where x is float64, else in float32.
     """
-    if layout not in ("half", "interleaved"):
-        raise ValueError(f"layout={layout!r}: known layouts are half, interleaved")
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout={layout!r}: known layouts are {', '.join(LAYOUTS)}")
     planes, interleaved = cos.shape[-1], layout == "interleaved"
     if not interleaved:
         cos, sin = torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
