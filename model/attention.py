@@ -97,10 +97,10 @@ def linear_attention(
 ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
     """Attention whose cost grows with T instead of T² (Katharopoulos et al. 2020), with RoPE (Su et al. 2021, eq. 19).
 
-    Feature map φ(x) = elu(x) + 1. The output at m is Σ_n (R_m φ(q_m))·(R_n φ(k_n)) v_n / Σ_n φ(q_m)·φ(k_n), n ≤ m: the
-    rotation acts after the feature map, and the normaliser, which has to stay positive, is not rotated. q, k, v: not
-    yet rotated, as many heads each. state: the sums over earlier tokens, R φ(k) vᵀ (B, H, head_dim, head_dim) and φ(k)
-    (B, H, head_dim), in float32 or better. Returns the output in q's dtype and the state after these tokens.
+    With φ(x) = elu(x) + 1 the output at m is Σ_n (R_m φ(q_m))·(R_n φ(k_n)) v_n / Σ_n φ(q_m)·φ(k_n), n ≤ m. The
+    normaliser, which has to stay positive, is not rotated. q, k, v: not yet rotated, as many heads each. state: sums
+    over earlier tokens, R φ(k) vᵀ (B, H, head_dim, head_dim) and φ(k) (B, H, head_dim), in float32 or better. Returns
+    the output in q's dtype and the state after these tokens.
     """
     with torch.autocast(q.device.type, enabled=False):
         wide = torch.promote_types(q.dtype, torch.float32)

@@ -24,15 +24,14 @@ from torch import Tensor, nn
 from model.checks import check_whole, is_number
 from model.registry import lookup
 from model.rope import LAYOUTS, build_rotation, plain_frequencies, rope_frequencies, rotary_tables
-from model.scaling import SCALINGS, complete_scaling, regime, scaled
+from model.scaling import complete_scaling, regime, scaled
 
 
 class PositionScheme(nn.Module):
     """No positions at all, and the interface of every other scheme."""
 
     max_length: int | None = None  # positions 0 to max_length - 1 exist; None: no limit
-    rotates = False  # whether there are frequencies that a scaling could change
-    biased = weighs_values = False  # whether the hooks `bias` and `values` are in use
+    rotates = biased = weighs_values = False  # whether the hooks `rotation`, `bias` and `values` are in use
 
     def __init_subclass__(cls) -> None:
         cls.biased = any(getattr(cls, hook) is not getattr(PositionScheme, hook) for hook in ("bias", "by_distance"))
@@ -306,15 +305,14 @@ def check_scaling(config) -> dict | None:
     """The config's scaling with its defaults filled in; None for none. Raises ValueError where it cannot apply."""
     if config.scaling is None or config.scaling == {"name": "none"}:
         return None
-    name, _ = lookup("scaling", SCALINGS, config.scaling)
+    scaling = complete_scaling(config.scaling, round(config.head_dim * config.pos.get("rotary_fraction", 1.0)) // 2)
     if not SCHEMES[config.pos["name"]].rotates:
         rotating = ", ".join(name for name, scheme in SCHEMES.items() if scheme.rotates)
         raise ValueError(
-            f"scaling={name!r} on pos={config.pos['name']}: it has no frequencies to scale; use "
+            f"scaling={scaling['name']!r} on pos={config.pos['name']}: it has no frequencies to scale; use "
             f"scaling=none, or a scheme that rotates ({rotating})"
         )
-    planes = round(config.head_dim * config.pos["rotary_fraction"]) // 2
-    return complete_scaling(config.scaling, planes)
+    return scaling
 
 
 def build_scheme(config) -> PositionScheme:
