@@ -57,13 +57,12 @@ def softmax_attention(
 ) -> Tensor:
     """softmax(q kᵀ / √head_dim + bias) v, (B, H, Tq, head_dim).
 
-    Where there is more to add than the causal mask this goes in blocks of queries, each with the keys it sees, so that
-    no whole bias (H, Tq, Tk) exists at once.
+    A bias goes in blocks of queries, each with the keys it sees, so that no whole bias (H, Tq, Tk) exists at once.
     """
     scheme, window, sinks = view
     H, Tq, Tk, grouped = q.shape[1], q.shape[2], k.shape[2], q.shape[1] != k.shape[1]
-    # In bfloat16 a CPU trains three times as fast on plain products as on the fused kernel. They round the scores once
-    # more, so passes without gradients, by which models are measured, keep the kernel.
+    # In bfloat16 a CPU trains three times as fast on plain products as on the fused kernel. Measurements keep the
+    # kernel, which rounds the scores once less.
     plain = scheme.weighs_values or (q.device.type == "cpu" and q.dtype == torch.bfloat16 and q.requires_grad)
     if not (scheme.biased or window or sinks is not None or plain):
         # is_causal aligns its triangle with the first key; a chunk after cached tokens needs the mask written out.
@@ -98,10 +97,10 @@ def linear_attention(
 ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
     """Attention whose cost grows with T instead of T² (Katharopoulos et al. 2020), with RoPE (Su et al. 2021, eq. 19).
 
-    Feature map φ(x) = elu(x) + 1. The output at m is Σ_n (R_m φ(q_m))·(R_n φ(k_n)) v_n / Σ_n φ(q_m)·φ(k_n), n ≤ m: the
-    rotation acts after the feature map, and the normaliser, which has to stay positive, is not rotated. q, k, v: not
-    yet rotated, as many heads each. state: the sums over earlier tokens, R φ(k) vᵀ (B, H, head_dim, head_dim) and φ(k)
-    (B, H, head_dim), in float32 or better. Returns the output in q's dtype and the state after these tokens.
+    With φ(x) = elu(x) + 1 the output at m is Σ_n (R_m φ(q_m))·(R_n φ(k_n)) v_n / Σ_n φ(q_m)·φ(k_n), n ≤ m. The
+    normaliser, which has to stay positive, is not rotated. q, k, v: not yet rotated, as many heads each. state: sums
+    over earlier tokens, R φ(k) vᵀ (B, H, head_dim, head_dim) and φ(k) (B, H, head_dim), in float32 or better. Returns
+    the output in q's dtype and the state after these tokens.
     """
     with torch.autocast(q.device.type, enabled=False):
         wide = torch.promote_types(q.dtype, torch.float32)

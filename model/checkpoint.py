@@ -1,8 +1,8 @@
 """Checkpoint files of a run folder: written whole or not at all, read without running anything in them.
 
 `checkpoint/step_000100.safetensors` holds the weights, and the GPTConfig as JSON in its header.
-`checkpoint/step_000100.pt` holds the rest of the training state, and the SHA-256 of the weights file. Each is written
-under a temporary name and renamed, the weights last, so a checkpoint exists if and only if its weights do.
+`checkpoint/step_000100.pt` holds the rest of the training state, and the SHA-256 of the weights file. The weights are
+renamed into place last, so a checkpoint exists if and only if its weights do.
 """
 
 import contextlib
@@ -10,7 +10,6 @@ import hashlib
 import json
 import logging
 import os
-import re
 import shutil
 import zipfile
 from collections.abc import Callable, Iterator
@@ -30,23 +29,19 @@ log = logging.getLogger("ropewalk")
 
 
 def write_file(path: Path, write: Callable[[Path], Any]) -> None:
-    """Let `write` fill a temporary file, and put it in the place of `path` once it is safely on the disk.
-
-    OSError, naming the file, where it cannot be written; what was there before stays.
-    """
+    """Let `write` fill a temporary file, then rename it to `path`. OSError, naming the file, where that fails."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        try:
-            temporary.touch()
-            mode = temporary.stat().st_mode
-            write(temporary)
-            temporary.chmod(mode)  # safetensors makes files that only their owner may read
-            with open(temporary, "rb+") as file:
-                os.fsync(file.fileno())
-        except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors raise the last two
-            free = shutil.disk_usage(path.parent).free  # torch does not say that a disk is full
-            raise OSError(f"{path}: cannot be written ({error}); {free:,} bytes are free there") from error
+        temporary.touch()
+        mode = temporary.stat().st_mode
+        write(temporary)
+        temporary.chmod(mode)  # safetensors makes files that only their owner may read
+        with open(temporary, "rb+") as file:
+            os.fsync(file.fileno())
         os.replace(temporary, path)
+    except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors raise the last two
+        free = shutil.disk_usage(path.parent).free  # torch does not say that a disk is full
+        raise OSError(f"{path}: cannot be written ({error}); {free:,} bytes are free there") from error
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -58,10 +53,7 @@ def write_text(path: Path, text: str) -> None:
 
 @contextlib.contextmanager
 def new_folder(out: str | Path) -> Iterator[Path]:
-    """A temporary folder to fill, renamed to `out` at the end, or removed where that is not reached.
-
-    ValueError where `out` exists.
-    """
+    """A temporary folder to fill, renamed to `out` at the end, else removed. ValueError where `out` exists."""
     out = Path(out).expanduser().absolute()
     if out.exists():
         raise ValueError(f"{out}: exists already; choose another folder")
@@ -71,13 +63,13 @@ def new_folder(out: str | Path) -> Iterator[Path]:
         yield temporary
         temporary.rename(out)
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)  # gone already if all went well
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def save_checkpoint(
     run: Path, step: int, config: GPTConfig, weights: dict[str, Tensor], state: dict | None = None
 ) -> Path:
-    """Write a model's state dict and the training state (plain values and tensors; None: there is none) of a step."""
+    """Write a model's state dict and the training state, of plain values and tensors, of a step."""
     folder = Path(run) / "checkpoint"
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"step_{step:06d}.safetensors"
@@ -101,7 +93,7 @@ def _digest(path: Path) -> str:
 
 def step_of(path: Path) -> int:
     """The step of a checkpoint's file, from its name."""
-    return int(re.search(r"step_(\d+)", path.name)[1])
+    return int(path.stem.removeprefix("step_"))
 
 
 def checkpoints(run: str | Path) -> list[Path]:
@@ -120,43 +112,38 @@ def latest_checkpoint(run: str | Path) -> Path:
 
     FileNotFoundError if there is no checkpoint, ValueError if none is whole.
     """
-    found = checkpoints(run)
-    for path in reversed(found):
+    first, *later = checkpoints(run)
+    for path in reversed(later):
         try:
             check_checkpoint(path)
             return path
         except ValueError as error:
-            if path is found[0]:
-                raise
             log.warning("%s; the checkpoint before it is used", error)
-    raise AssertionError("checkpoints() is never empty")
+    check_checkpoint(first)
+    return first
 
 
 def check_checkpoint(path: Path) -> None:
-    """ValueError, naming the file, where a checkpoint is not what was written.
+    """ValueError, naming the file, where the training state's CRC-32 or the digest of the weights in it is another.
 
-    The digest of the weights is in the training state, and each part of that has a CRC-32. Weights without a training
-    state (an imported model, say) are not checked.
+    Weights without a training state (an imported model, say) are not checked.
     """
     rest = path.with_suffix(".pt")
     if not rest.exists():
         return
     try:
         with zipfile.ZipFile(rest) as archive:
-            whole = archive.testzip() is None
+            damage = archive.testzip()
     except (OSError, zipfile.BadZipFile) as error:
-        raise ValueError(f"{rest}: is damaged ({error})") from error
-    if not whole:
-        raise ValueError(f"{rest}: is damaged")
+        damage = error
+    if damage:
+        raise ValueError(f"{rest}: is damaged ({damage})")
     if _digest(path) != load_state(path).get("weights_sha256", _digest(path)):  # older versions kept it elsewhere
         raise ValueError(f"{path}: is damaged (its SHA-256 is not the one in {rest.name})")
 
 
 def prune_checkpoints(run: Path, keep: int, step: int) -> None:
-    """Delete all but the last `keep` checkpoints up to `step`, and what killed processes left unfinished.
-
-    Those of later steps are damaged: the training went on from one before them.
-    """
+    """Delete all but the last `keep` checkpoints up to `step`, the damaged ones after it, and unfinished files."""
     kept = [number for path in checkpoints(run) if (number := step_of(path)) <= step][-keep:]
     for path in (Path(run) / "checkpoint").iterdir():
         if path.is_file() and (path.name[0] == "." or (path.name.startswith("step_") and step_of(path) not in kept)):
@@ -172,8 +159,8 @@ def read_config(path: Path) -> GPTConfig:
 def load_weights(path: Path, device: str | torch.device = "cpu", scaling: dict | None = None) -> GPT:
     """The model in a weights file, in evaluation mode.
 
-    scaling: another frequency scaling than it was trained with ({"name": "none"} for plain RoPE); it has no weights.
-    ValueError, naming the file, if it is damaged or not ours, and for a scaling that does not fit the model.
+    scaling: another than it was trained with ({"name": "none"} for plain RoPE). ValueError, naming the file, if it is
+    damaged or not ours, and for a scaling that does not fit the model.
     """
     config = read_config(path)
     model = GPT(config if scaling is None else replace(config, scaling=scaling))
@@ -191,10 +178,7 @@ def _naming(path: Path) -> Iterator[None]:
 
 
 def load_run(run: str | Path, device: str | torch.device = "cpu", scaling: dict | None = None) -> GPT:
-    """A run folder's latest checkpoint as a model in evaluation mode; scaling as in load_weights.
-
-    Raises FileNotFoundError where there is no folder or checkpoint, ValueError where none is whole.
-    """
+    """A run folder's latest checkpoint as a model; arguments as in load_weights, errors as in latest_checkpoint."""
     return load_weights(latest_checkpoint(run), device, scaling)
 
 

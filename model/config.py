@@ -20,8 +20,7 @@ class GPTConfig:
     (None: n_head); query head h uses key head h // (n_head / n_kv_head). train_length: the longest window seen in
     training, and the number of rows of a learned table. attention: softmax, or linear (Katharopoulos et al. 2020).
     pos: {"name": ..., its keys}; completed with the scheme's defaults. scaling: the same for a rotary frequency
-    scaling, None for none; original_length: the length its formulas start from, where training under it went on at
-    another (None: train_length).
+    scaling; original_length: the length its formulas start from (None: train_length).
 
     layers: what the attention of each layer sees, repeated over the depth: full (the scheme, all earlier tokens),
     window (the scheme, a token itself and the window - 1 before it) or nope (no positions, all earlier tokens).
@@ -62,10 +61,7 @@ class GPTConfig:
             raise ValueError(f"model.n_kv_head={self.n_kv_head}: must divide model.n_head={self.n_head}")
         width = self.n_head * self.head_dim
         if self.width not in (None, width):
-            raise ValueError(
-                f"model.width={self.width!r}: must be n_head · head_dim = {self.n_head} · {self.head_dim} = {width}; "
-                "leave it out (null) or change the heads"
-            )
+            raise ValueError(f"model.width={self.width!r}: must be n_head · head_dim = {width}, or left out (null)")
         object.__setattr__(self, "width", width)
         for name in ("bias", "sinks"):
             if type(getattr(self, name)) is not bool:
@@ -76,17 +72,6 @@ class GPTConfig:
         object.__setattr__(self, "scaling", check_scaling(self))
         if self.attention not in ATTENTIONS:
             raise ValueError(f"model.attention={self.attention!r}: known are {', '.join(ATTENTIONS)}")
-        self._check_layers()
-        if self.attention == "linear" and SCHEMES[self.pos["name"]].biased:
-            fitting = ", ".join(name for name, scheme in SCHEMES.items() if not scheme.biased)
-            raise ValueError(
-                f"model.attention=linear with pos={self.pos['name']}: linear attention never forms the score matrix "
-                f"that this scheme adds to; use model.attention=softmax, or one of {fitting}"
-            )
-        with torch.device("meta"):
-            build_scheme(self)  # which checks the ranges of its own keys
-
-    def _check_layers(self) -> None:
         if not isinstance(self.layers, list | tuple) or not self.layers or not set(self.layers) <= set(LAYERS):
             raise ValueError(f"model.layers={self.layers!r}: must be a list of {', '.join(LAYERS)}, one entry at least")
         object.__setattr__(self, "layers", list(self.layers))
@@ -94,7 +79,7 @@ class GPTConfig:
         if ("window" in self.layers) != (self.window is not None):
             raise ValueError(
                 f"model.window={self.window}, model.layers={self.layers}: window layers need model.window, the number "
-                "of tokens they see, and without such layers it has no meaning"
+                "of tokens they see; leave it out without them"
             )
         if self.query_scale not in QUERY_SCALES:
             known = ", ".join(map(str, QUERY_SCALES))
@@ -102,10 +87,15 @@ class GPTConfig:
         if self.query_scale == "log_nope" and "nope" not in self.layers:
             raise ValueError("model.query_scale=log_nope: needs nope in model.layers; use log for all layers")
         if self.attention == "linear" and (set(self.layers) != {"full"} or self.query_scale or self.sinks):
+            raise ValueError("model.attention=linear: has no softmax for model.layers, query_scale or sinks")
+        if self.attention == "linear" and SCHEMES[self.pos["name"]].biased:
+            fitting = ", ".join(name for name, scheme in SCHEMES.items() if not scheme.biased)
             raise ValueError(
-                "model.attention=linear: has no softmax; use it without model.layers, query_scale and sinks, or use "
-                "model.attention=softmax"
+                f"model.attention=linear with pos={self.pos['name']}: has no score matrix for its bias; use "
+                f"model.attention=softmax, or one of {fitting}"
             )
+        with torch.device("meta"):
+            build_scheme(self)  # which checks the ranges of its own keys
 
     @property
     def padded_vocab_size(self) -> int:
@@ -114,10 +104,8 @@ class GPTConfig:
 
     @classmethod
     def from_dict(cls, values: dict, **others) -> "GPTConfig":
-        """From a plain mapping, and settings that are none of its; ValueError for keys not known or missing."""
+        """From a plain mapping, and settings that are none of its; ValueError for keys not known."""
         known = [name for name in cls.__dataclass_fields__ if name not in others]
         if unknown := sorted(set(values) - set(known)):
             raise ValueError(f"model.{unknown[0]}: no such setting; known are {', '.join(known)}")
-        if "vocab_size" not in values | others:
-            raise ValueError("model.vocab_size is missing")
         return cls(**values, **others)

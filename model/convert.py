@@ -5,9 +5,8 @@
 `half` pairs dimensions (i, i + r/2) of a head, `interleaved` (2i, 2i + 1), r being the rotary width. A score is a sum
 over dimensions, so queries and keys that are rearranged alike, and turned in the new pairs, have the scores they had.
 
-The new folder (by default <run>_<layout>) holds config.yaml and the weights of the latest checkpoint. The optimiser's
-state is left behind, because its moments are in the old order: the new run can be evaluated and started from
-(init_from= and the same pos.layout=, which the weights' shapes do not tell), but not resumed.
+The new folder (by default <run>_<layout>) holds config.yaml and the weights of the latest checkpoint, not the
+optimiser's state: the new run can be evaluated and started from (init_from= and the same pos.layout=), but not resumed.
 """
 
 import argparse
@@ -20,22 +19,20 @@ from torch import Tensor
 
 from model.checkpoint import latest_checkpoint, load_weights, new_folder, save_checkpoint, step_of
 from model.gpt import GPT
+from model.rope import LAYOUTS
 
 
 def permutation(rotary_dim: int, source: str, target: str) -> Tensor:
     """int64 (rotary_dim,): x[..., permutation] holds in layout `target` what x (..., rotary_dim) holds in `source`."""
     order = torch.arange(rotary_dim)
-    if source == target:
-        return order
-    return order.view((2, -1) if source == "half" else (-1, 2)).T.flatten()
+    return order if source == target else order.view((2, -1) if source == "half" else (-1, 2)).T.flatten()
 
 
 def convert_layout(model: GPT, layout: str) -> GPT:
     """A new model with pos.layout=layout and the same logits up to rounding; the given one is left as it is.
 
-    All that moves are rows of each block's attention.qkv, weight ((n_head + 2 n_kv_head) · head_dim, D) and bias: of
-    every query and key head the first part, which turns. Dtype, device and mode are kept. Raises ValueError for a
-    layout that is not known and a scheme that has none.
+    Rows of each block's attention.qkv move: of every query and key head the first part, which turns. Dtype, device and
+    mode are kept. Raises ValueError for a layout that is not known and a scheme that has none.
     """
     config = model.config
     if config.pos["name"] != "rope":
@@ -70,12 +67,10 @@ def write_settings(run: Path, settings: dict) -> None:
 
 
 def convert_run(run: str | Path, layout: str, out: str | Path | None = None) -> Path:
-    """Write the run in the other layout to a new folder, whole or not at all; returns the folder.
+    """Write the run in the other layout to a new folder, under a new name and without its wandb_id; returns the folder.
 
-    pos.layout changes in its config.yaml, the name gets the layout as its ending, and provenance.wandb_id becomes null,
-    so that the new run does not log into the old one's wandb run. Raises FileNotFoundError where the run, its
-    checkpoint or its config.yaml is missing, and ValueError where `out` exists, the checkpoint is damaged, or the
-    layout is not known, not new to the run or not the scheme's.
+    Raises FileNotFoundError where the run, its checkpoint or its config.yaml is missing, and ValueError where `out`
+    exists, the checkpoint is damaged, or the layout is not known, not new to the run or not the scheme's.
     """
     run = Path(os.path.abspath(run))
     weights = latest_checkpoint(run)
@@ -95,11 +90,10 @@ def convert_run(run: str | Path, layout: str, out: str | Path | None = None) -> 
 
 def main(words: list[str] | None = None) -> None:
     """The command; exits with status 2 and a message where a user can mend what is wrong."""
-    parser = argparse.ArgumentParser(
-        "python -m model.convert", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("python -m model.convert", description=__doc__, formatter_class=raw)
     parser.add_argument("run", help="a run folder")
-    parser.add_argument("layout", choices=("half", "interleaved"))
+    parser.add_argument("layout", choices=LAYOUTS)
     parser.add_argument("--out", help="the new folder; default <run>_<layout>")
     given = parser.parse_args(words)
     try:

@@ -3,8 +3,8 @@
     python -m model.rope 64 256                                   # rotary width of a head, training length
     python -m model.rope 64 256 --scaling yarn factor=4 beta_fast=16 --length 2048 --plot decay.png
 
-Two dimensions of a head form a plane. `--length` are the tokens of the sequence that the setting is to be used on,
-`--positions` those of the keys in the table of precision, whose queries stand 4 tokens later.
+Two dimensions of a head form a plane. `--length`: tokens of the sequence that the setting is to be used on.
+`--positions`: of the keys in the table of precision; each query stands 4 tokens later.
 """
 
 import argparse
@@ -33,8 +33,8 @@ def planes(trained: Tensor, used: Tensor, train_length: int, length: int) -> lis
     """Each plane's turns in training, and whether a sequence of `length` tokens takes it to angles it has not seen.
 
     trained, used: θ in training and at length, float64 (planes,), radians a token. A plane that turns at least once
-    within train_length has seen every angle, any other those below train_length · θ (so what lies between two trained
-    positions counts as seen). turns is the ratio r of Peng et al. 2023, section 3.2.
+    within train_length has seen every angle, any other those below train_length · θ. turns is the ratio r of Peng et
+    al. 2023, section 3.2.
     """
     rows = []
     for theta, new_theta in zip(trained.tolist(), used.tolist(), strict=True):
@@ -50,11 +50,7 @@ def precision(q: Tensor, k: Tensor, m: int, n: int, inv_freq: Tensor) -> dict[st
 
     q, k: float64 (2 · planes,). inv_freq: float64 (planes,), radians a token. Returns for each way the largest error of
     an angle (radians; inf where the dtype cannot hold it), the score (nan there), and its error against float64.
-
-    "all <dtype>" rounds to dtype, each once: θ, position · θ, cos, sin, q, k, every product and sum of the rotation,
-    the products of the score and their sum (added in float32, as torch does). "Ropewalk" is model/rope.py on q and k of
-    that dtype: angles in float64, the rotation in float32; the products of the score are added in float32. (At a
-    million tokens all bfloat16 angles of positions 4 apart may be equal: it then gives the score at distance 0.)
+    "all <dtype>" rounds every number and result to dtype. "Ropewalk" is model/rope.py on q and k of that dtype.
     """
     ways, pair = {}, ((q, m), (k, n))
     for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
@@ -74,9 +70,8 @@ def precision(q: Tensor, k: Tensor, m: int, n: int, inv_freq: Tensor) -> dict[st
 def decay_bound(distances: Tensor, inv_freq: Tensor) -> Tensor:
     """The mean over i of |S_{i+1}|, S_j the sum over l < j of e^(√-1 · distance · θ_l): float64 (N,), no unit.
 
-    Times the largest step between the products of neighbouring planes it bounds the score, up to the number of planes
-    (Su et al. 2021, section 3.4.3, equation 37). distances: (N,), tokens. inv_freq: θ, float64 (planes,), radians a
-    token. At distance 0 it is (planes + 1) / 2.
+    It bounds the score up to a factor (Su et al. 2021, section 3.4.3, equation 37). At distance 0: (planes + 1) / 2.
+    distances: (N,), tokens. inv_freq: θ, float64 (planes,), radians a token.
     """
     angles = distances.double()[:, None] * inv_freq
     return torch.polar(torch.ones_like(angles), angles).cumsum(dim=1).abs().mean(dim=1)
@@ -92,9 +87,7 @@ def _plot(path: Path, curves: dict[str, Tensor], train_length: int, title: str) 
         axes.plot(distances, decay_bound(distances, inv_freq), color=colour, linewidth=1, label=label)
     axes.axvline(train_length, color="#777777", linestyle="--", linewidth=1, label=f"training length {train_length:,}")
     axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_formatter(lambda distance, _: f"{distance:,.0f}")
     axes.set(title=title, xlabel="distance between query and key, tokens", ylabel="bound on the score, mean of |S|")
-    axes.grid(alpha=0.25)
     axes.legend(frameon=False)
     write_file(path, lambda temporary: figure.savefig(temporary, dpi=150, format="png"))
 
@@ -141,9 +134,8 @@ def report(
 
 def main(words: list[str] | None = None) -> None:
     """Print the report; exits with status 2 and a message where a user can mend what is wrong."""
-    parser = argparse.ArgumentParser(
-        "python -m model.rope", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("python -m model.rope", description=__doc__, formatter_class=raw)
     parser.add_argument("head_dim", type=int, help="rotary width of a head, even")
     parser.add_argument("train_length", type=int, help="tokens of the longest window seen in training")
     parser.add_argument("--base", type=float, default=10000.0, help="θ_i = base^(-2i / head_dim) radians a token")

@@ -23,7 +23,7 @@ from model.sampling import check_sampling, evaluating, sample
 
 
 class Pass(NamedTuple):
-    """What one pass has in common for all layers: the scheme at these positions, and the cache."""
+    """What all layers of one pass share."""
 
     scheme: PositionScheme
     positions: Tensor  # int64 (T,), of the tokens passed
@@ -43,8 +43,7 @@ class Attention(nn.Module):
         self.nope, self.window = kind == "nope", config.window if kind == "window" else None
         scales = config.query_scale == "log" or (config.query_scale == "log_nope" and self.nope)
         self.log_scale = config.train_length if scales else None
-        # A factor of 1 on the queries that see train_length keys; parameters without a draw, so that all others are
-        # those of a model without them.
+        # 1 for queries that see train_length keys; drawn from no generator, so that all other weights stay the same.
         factor = 1 / math.log(max(2, config.train_length))
         self.ssmax = nn.Parameter(torch.full((config.n_head,), factor)) if config.query_scale == "ssmax" else None
         self.sinks = nn.Parameter(torch.zeros(config.n_head)) if config.sinks else None
@@ -53,49 +52,34 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, p: Pass) -> Tensor:
         q, k, v = self.heads(x, p)
-        y = self._linear(q, k, v, p) if self.linear else self._softmax(q, k, v, p)  # (B, H, T, head_dim)
+        start = len(p.key_positions) - len(p.positions)  # tokens that the cache holds
+        if self.linear:
+            k, v = (x.repeat_interleave(self.n_head // self.n_kv_head, dim=1) for x in (k, v))
+            y, state = linear_attention(q, k, v, p.rotate, p.cache.states[self.layer] if start else None)
+            if p.cache is not None:
+                p.cache.states[self.layer] = state
+        else:
+            if p.cache is not None:
+                k, v = p.cache.append(self.layer, start, k, v)
+            y = softmax_attention(q, k, v, self.view(p), p.positions, p.key_positions, self.dropout * self.training)
         return F.dropout(self.out(y.transpose(1, 2).reshape(x.shape)), self.dropout, self.training)
 
     def heads(self, x: Tensor, p: Pass) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries (B, H, T, head_dim), keys and values (B, Hkv, T, head_dim), as softmax attention takes them.
-
-        Linear attention turns them later, after its feature map.
-        """
+        """Queries (B, H, T, head_dim), keys and values (B, Hkv, T, head_dim); rotated, but for linear attention."""
         heads = self.qkv(x).view(*x.shape[:2], -1, self.head_dim).transpose(1, 2)  # (B, H + 2 Hkv, T, head_dim)
         qk, v = heads.split((self.n_head + self.n_kv_head, self.n_kv_head), dim=1)
         qk = qk if self.linear or self.nope else p.rotate(qk)
         q, k = qk.split((self.n_head, self.n_kv_head), dim=1)
-        return self._scale_queries(q, p.positions), k, v
-
-    def _softmax(self, q: Tensor, k: Tensor, v: Tensor, p: Pass) -> Tensor:
-        if p.cache is not None:
-            k, v = p.cache.append(self.layer, len(p.key_positions) - len(p.positions), k, v)
-        dropout = self.dropout if self.training else 0.0
-        return softmax_attention(q, k, v, self.view(p), p.positions, p.key_positions, dropout)
+        if self.ssmax is not None:
+            seen = (p.positions.float() + 1).clamp(max=self.window or math.inf)
+            q = q * (self.ssmax[:, None, None] * seen.log()[:, None]).to(q.dtype)
+        elif self.log_scale is not None:  # Llama 4's attn_scale = 0.1, with its floor_scale = train_length
+            q = q * (1 + 0.1 * ((p.positions.float() + 1) / self.log_scale).floor().log1p()[:, None]).to(q.dtype)
+        return q, k, v
 
     def view(self, p: Pass) -> View:
         """What this layer's queries see."""
         return View(NOPE if self.nope else p.scheme, self.window, self.sinks)
-
-    def _scale_queries(self, q: Tensor, positions: Tensor) -> Tensor:
-        """The queries (B, H, T, head_dim) times a factor that grows with the logarithm of their positions (T,)."""
-        if self.log_scale is None and self.ssmax is None:
-            return q
-        keys = positions.float() + 1  # seen by each query
-        if self.ssmax is not None:
-            keys = keys if self.window is None else keys.clamp(max=self.window)
-            factor = self.ssmax[:, None, None] * keys.log()[:, None]
-        else:  # Llama 4's attn_scale = 0.1, with its floor_scale = train_length
-            factor = 1 + 0.1 * (keys / self.log_scale).floor().log1p()[:, None]
-        return q * factor.to(q.dtype)
-
-    def _linear(self, q: Tensor, k: Tensor, v: Tensor, p: Pass) -> Tensor:
-        k, v = (x.repeat_interleave(self.n_head // self.n_kv_head, dim=1) for x in (k, v))
-        continues = p.cache is not None and len(p.positions) < len(p.key_positions)
-        y, state = linear_attention(q, k, v, p.rotate, p.cache.states[self.layer] if continues else None)
-        if p.cache is not None:
-            p.cache.states[self.layer] = state
-        return y
 
 
 class MLP(nn.Module):
@@ -125,8 +109,7 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """GPT-2 (Radford et al. 2019): pre-LayerNorm blocks, tanh-GELU, output tied to the token embedding.
 
-    The position scheme is all that differs between two models of the same shape; with the same seed even the initial
-    weights outside it are equal.
+    With the same seed, models of one shape have the same initial weights outside the position scheme.
     """
 
     def __init__(self, config: GPTConfig):
@@ -136,7 +119,7 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
         self.norm = nn.LayerNorm(config.width, bias=config.bias)
         for module in self.modules():
-            if isinstance(module, (nn.Linear, nn.Embedding)):
+            if isinstance(module, nn.Linear | nn.Embedding):
                 nn.init.normal_(module.weight, std=0.02)
             if isinstance(module, nn.Linear) and module.bias is not None:
                 nn.init.zeros_(module.bias)
@@ -154,90 +137,73 @@ class GPT(nn.Module):
         scaling_length: int | None = None,
         first_position: int = 0,
         positions: Tensor | None = None,
+        last_only: bool = False,
     ) -> Tensor:
         """Logits (B, T, V) after int64 tokens (B, T); or with int64 targets (B, T), losses (B, T).
 
         targets[:, t] follows tokens[:, t]. Losses are nats, 0 where the target is -100; float32, or float64 for a
         float64 model. With a cache the tokens continue those it holds, and no gradients are kept. scaling_length: the
-        sequence length that frequency scalings go by, instead of the tokens so far; those that change with the length
-        then stay as they are for it. first_position: of tokens[:, 0], without a cache only; scalings do not look at it.
-        positions: int64 (T,), growing, in its place; for schemes that add no bias, and without windows.
+        sequence length that frequency scalings go by, instead of the tokens so far. first_position: of tokens[:, 0],
+        without a cache only; scalings do not look at it. positions: int64 (T,), growing, in its place; for schemes that
+        add no bias, and without windows. last_only: logits (B, 1, V), after the last token.
 
         Raises ValueError for shapes that do not fit, ids outside the vocabulary (on the CPU only: elsewhere looking
         would stall every step), positions past a learned table and a full cache; the cache then keeps what it holds.
         """
         self.check_tokens(tokens)
         if targets is not None:
-            check_tensor("targets", targets)
             if targets.shape != tokens.shape:
                 raise ValueError(f"targets {tuple(targets.shape)} must have the shape of tokens {tuple(tokens.shape)}")
-            self.check_tokens(targets.masked_fill(targets == -100, 0))
+            self.check_tokens(targets.masked_fill(targets == -100, 0), "targets")
         check_whole("scaling_length", scaling_length, optional=True)
         check_whole("first_position", first_position, 0)
         if cache is not None and (first_position or scaling_length not in (None, cache.scaling_length)):
             raise ValueError("first_position and scaling_length are the cache's own: leave them out with a cache")
+        if positions is not None and (cache is not None or self.pos.biased or self.config.window):
+            raise ValueError("positions: only without a cache and windows, and for schemes that add no bias")
         with nullcontext() if cache is None else torch.no_grad():
-            if positions is not None and (cache is not None or self.pos.biased or self.config.window):
-                raise ValueError("positions: only without a cache and windows, and for schemes that add no bias")
-            x = self._hidden(tokens, cache, scaling_length, first_position, positions)
-            return self._logits(x) if targets is None else self._losses(x, targets)
+            if cache is None:
+                length, start, passed = scaling_length or tokens.shape[1], first_position, tokens
+            else:
+                length = cache.scaling_length or cache.length + tokens.shape[1]
+                frequencies = self.pos.regime(length)
+                passed, start = cache.pending(tokens, frequencies)
+            end = start + passed.shape[1]
+            if self.pos.max_length is not None:
+                self.pos.check_position(end - 1 if positions is None else int(positions[-1]))
+            if positions is None:
+                positions = torch.arange(start, end, device=tokens.device)
+            key_positions = positions if cache is None else torch.arange(end, device=tokens.device)
+            p = Pass(self.pos, positions, key_positions, self.pos.rotation(positions, length), cache)
+            x = F.dropout(self.pos.embed(self.embedding(passed), positions), self.config.dropout, self.training)
+            for block in self.blocks:
+                x = block(x, p)
+            if cache is not None:
+                cache.advance(passed, start, frequencies)
+            x = self.norm(x[:, -1 if last_only else -tokens.shape[1] :])  # (B, T, D)
+            if targets is not None:  # evaluation often scores few of many
+                scored = slice(None) if self.training else targets.flatten() != -100
+                x, wanted = x.flatten(0, 1)[scored], targets.flatten()[scored].long()
+            logits = linear(x, self.embedding.weight)[..., : self.config.vocab_size]  # padding rows have no logit
+            if targets is None:
+                return logits
+            logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+            losses = F.cross_entropy(logits, wanted, ignore_index=-100, reduction="none")
+            if self.training:
+                return losses.view_as(targets)
+            return losses.new_zeros(targets.shape).masked_scatter(targets != -100, losses)
 
-    def _hidden(
-        self,
-        tokens: Tensor,
-        cache: Cache | None,
-        scaling_length: int | None,
-        start: int = 0,
-        positions: Tensor | None = None,
-    ) -> Tensor:
-        """Rows after the last norm, (B, T, D). start: the position of tokens[:, 0], where there is no cache."""
-        if cache is None:
-            length, frequencies, passed = scaling_length or tokens.shape[1], None, tokens
-        else:
-            length = cache.scaling_length or cache.length + tokens.shape[1]
-            frequencies = self.pos.regime(length)
-            passed, start = cache.pending(tokens, frequencies)
-        end = start + passed.shape[1]
-        if positions is None:
-            self.pos.check_position(end - 1)
-            positions = torch.arange(start, end, device=tokens.device)
-        elif self.pos.max_length is not None:
-            self.pos.check_position(int(positions[-1]))
-        key_positions = positions if cache is None else torch.arange(end, device=tokens.device)
-        p = Pass(self.pos, positions, key_positions, self.pos.rotation(positions, length), cache)
-        x = F.dropout(self.pos.embed(self.embedding(passed), positions), self.config.dropout, self.training)
-        for block in self.blocks:
-            x = block(x, p)
-        if cache is not None:
-            cache.advance(passed, start, frequencies)
-        return self.norm(x[:, -tokens.shape[1] :])
-
-    def _logits(self, x: Tensor) -> Tensor:
-        """(..., D) -> (..., V). The rows that pad the embedding have no logit."""
-        return linear(x, self.embedding.weight)[..., : self.config.vocab_size]
-
-    def _losses(self, x: Tensor, targets: Tensor) -> Tensor:
-        """(B, T, D), (B, T) -> (B, T). Rows without a target get no logits: evaluation often scores few of many."""
-        scored = slice(None) if self.training else targets.flatten() != -100
-        logits = self._logits(x.flatten(0, 1)[scored])
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        losses = F.cross_entropy(logits, targets.flatten()[scored].long(), ignore_index=-100, reduction="none")
-        if self.training:
-            return losses.view_as(targets)
-        return losses.new_zeros(targets.shape).masked_scatter(targets != -100, losses)
-
-    def check_tokens(self, tokens: Tensor) -> None:
+    def check_tokens(self, tokens: Tensor, name: str = "tokens") -> None:
         """Raise ValueError unless tokens are integers (B, T), B and T at least 1, on this device, in the vocabulary."""
-        check_tensor("tokens", tokens)
+        check_tensor(name, tokens)
         if tokens.ndim != 2 or 0 in tokens.shape:
-            raise ValueError(f"tokens must be (B, T) with B and T of at least 1, found {tuple(tokens.shape)}")
+            raise ValueError(f"{name} must be (B, T) with B and T of at least 1, found {tuple(tokens.shape)}")
         if tokens.device != self.embedding.weight.device:
-            raise ValueError(f"tokens are on {tokens.device}, the model is on {self.embedding.weight.device}")
+            raise ValueError(f"{name} are on {tokens.device}, the model is on {self.embedding.weight.device}")
         if tokens.device.type == "cpu" and not torch.compiler.is_compiling():
-            low, high = (int(value) for value in tokens.aminmax())
-            if low < 0 or high >= self.config.vocab_size:
-                found = low if low < 0 else high
-                raise ValueError(f"token id {found} is outside the vocabulary (0 to {self.config.vocab_size - 1})")
+            for found in map(int, tokens.aminmax()):
+                if not 0 <= found < self.config.vocab_size:
+                    raise ValueError(f"token id {found} is outside the vocabulary (0 to {self.config.vocab_size - 1})")
 
     def new_cache(self, batch_size: int, max_length: int, scaling_length: int | None = None) -> Cache:
         """An empty cache on the model's device, in the dtype its keys have (autocast's, where that is on).
@@ -267,17 +233,15 @@ class GPT(nn.Module):
     ) -> Iterator[Tensor]:
         """Continue int64 prompts (T,) of any lengths, at least 1, in one batch: yields the new ids, int64 (B,), a step.
 
-        All start at position 0. While the shorter prompts are continued the longer ones are still fed, and yield -1: no
-        padding, so no position and no mask differs from decoding alone. Each prompt gets at least max_new_tokens.
-        temperature 0 takes the likeliest id; else one is drawn with `generator` from the top_k likeliest, or from the
-        smallest set that holds top_p of the probability (Holtzman et al. 2020), or from both. With and without the
-        cache the ids are the same, but for ties that rounding decides. Dropout is off. Raises ValueError for settings
-        out of range and, before any work, where a learned table is too short.
+        All start at position 0, without padding: a longer prompt yields -1 while it is still fed and a shorter one is
+        continued. Each prompt gets at least max_new_tokens. temperature 0 takes the likeliest id; else one is drawn
+        with `generator` from the top_k likeliest, or from the smallest set that holds top_p of the probability
+        (Holtzman et al. 2020), or from both. Dropout is off. Raises ValueError for settings out of range and, before
+        any work, where a learned table is too short.
         """
         for prompt in prompts:
             self.check_tokens(prompt[None])
         check_whole("max_new_tokens", max_new_tokens)
-        check_whole("scaling_length", scaling_length, optional=True)
         check_sampling(temperature, top_k, top_p, generator, prompts[0].device)
         shortest, longest = min(map(len, prompts)), max(map(len, prompts))
         total = longest + max_new_tokens
@@ -289,7 +253,7 @@ class GPT(nn.Module):
         with evaluating(self):
             for end in range(shortest, total):
                 new = text[:, cache.length if cache is not None else 0 : end]
-                logits = self._logits(self._hidden(new, cache, scaling_length)[:, -1])
+                logits = self(new, cache=cache, scaling_length=scaling_length, last_only=True)[:, 0]
                 drawn, fed = sample(logits, temperature, top_k, top_p, generator)[:, 0], text[:, end] >= 0
                 text[:, end] = torch.where(fed, text[:, end], drawn)
                 yield drawn.masked_fill(fed, -1)
@@ -310,19 +274,15 @@ class GPT(nn.Module):
         check_whole("max_new_tokens", max_new_tokens, 0)
         if max_new_tokens == 0:
             return tokens
-        drawing = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "generator": generator}
-        new = list(self.stream(list(tokens), max_new_tokens, use_cache, scaling_length, **drawing))
+        settings = use_cache, scaling_length, temperature, top_k, top_p, generator
+        new = list(self.stream(list(tokens), max_new_tokens, *settings))
         return torch.cat((tokens, torch.stack(new, dim=1)), dim=1)
 
     def optimizer_groups(self, weight_decay: float) -> list[dict]:
-        """Decay on matrices only: not on norms, biases, or anything of the position scheme.
-
-        GPT-2's recipe decays the position table too; here that would bend the comparison between schemes.
-        """
-        of_scheme = {id(parameter) for parameter in self.pos.parameters()}
+        """Decay on matrices only, and never on the position scheme: that would bend comparisons between schemes."""
         decayed, kept = [], []
-        for parameter in self.parameters():
-            (decayed if parameter.ndim >= 2 and id(parameter) not in of_scheme else kept).append(parameter)
+        for name, parameter in self.named_parameters():
+            (decayed if parameter.ndim >= 2 and not name.startswith("pos.") else kept).append(parameter)
         return [{"params": decayed, "weight_decay": weight_decay}, {"params": kept, "weight_decay": 0.0}]
 
     def num_parameters(self) -> int:
@@ -332,10 +292,9 @@ class GPT(nn.Module):
     def flops_per_token(self, length: int) -> int:
         """Floating-point operations a token of a forward pass over `length` tokens; a training step does thrice that.
 
-        Matrix products only, a multiply-add as two; attention over all `length` keys, although half of them are masked
-        (Chowdhery et al. 2022, appendix B). Position schemes add too little to count.
+        Matrix products only, a multiply-add as two, masked keys included (Chowdhery et al. 2022, appendix B).
         """
-        weights = sum(m.weight.numel() for m in self.modules() if isinstance(m, (nn.Linear, nn.Embedding)))
+        weights = sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear | nn.Embedding))
         if self.config.attention == "linear":  # a chunk of scores, the state read and the state written
             length = min(length, CHUNK) + self.config.head_dim
         return 2 * weights + 4 * self.config.n_layer * self.config.width * length

@@ -4,15 +4,15 @@
     python -m model.hf import <folder or hub id> <new run folder> [--like outputs/<run>]
 
 The exported folder is opened by AutoModelForCausalLM and AutoTokenizer without any code of ours; its README.md says
-where it came from, and what was measured. An imported run can be measured and started from (init_from=), not resumed;
-`like` is a run whose text and other settings it gets. Weights are read from safetensors files only. Which architectures
-fit, and what is refused, is told in model/hf_weights.py.
+where it came from. An imported run can be measured and started from (init_from=), not resumed; `like` is a run whose
+text and other settings it gets. Weights are read from safetensors files only. model/hf_weights.py has what fits.
 """
 
 import argparse
 import importlib.metadata
 import json
 import shlex
+import shutil
 import sys
 from contextlib import suppress
 from dataclasses import asdict
@@ -41,11 +41,7 @@ tags: [ropewalk, length-extrapolation]
 
 {about}
 
-Versions of transformers before 5.20 read some rotary settings otherwise.
-
-## Measured
-
-{measured}
+Versions of transformers before 5.20 read some rotary settings otherwise. What was measured is in extrapolation.json.
 
 ## Settings
 
@@ -71,7 +67,7 @@ def compare_logits(ours: GPT, theirs: Any, length: int) -> str:
 
 
 def export_run(run: str | Path, out: str | Path) -> list[str]:
-    """Write a run's latest checkpoint as a folder of transformers, whole or not at all; returns what there is to say.
+    """Write a run's latest checkpoint as a folder of transformers; returns lines for the user.
 
     Raises FileNotFoundError where the run is incomplete, and ValueError where `out` exists, the checkpoint is damaged,
     the model has no exact equal there (to_transformers), or the logits differ.
@@ -90,9 +86,8 @@ def export_run(run: str | Path, out: str | Path) -> list[str]:
     compared = compare_logits(model, exported, min(2 * c.train_length, model.pos.max_length or 2048, 2048))
     if c.scaling and c.scaling["name"] in LENGTH_DEPENDENT:
         notes.append(
-            f"scaling={c.scaling['name']}: frequencies follow the length. use_cache is off here; leave it off, as "
-            "transformers does not turn cached keys anew. For dynamic it also keeps the frequencies of the longest "
-            "sequence so far: load the model anew, or pass sequences by rising length."
+            f"scaling={c.scaling['name']}: use_cache is off, as transformers does not turn cached keys anew. "
+            "For dynamic it keeps the frequencies of the longest sequence: load it anew, or pass rising lengths."
         )
     kind = f"{type(exported).__name__} of transformers {library.__version__}"
     about = f"Trained with Ropewalk on windows of {c.train_length} tokens; {weights.stem} as {kind}: {compared}."
@@ -101,17 +96,19 @@ def export_run(run: str | Path, out: str | Path) -> list[str]:
         if tokenizer:
             tokenizer.save_pretrained(folder)
         text = (run / "config.yaml").read_text(encoding="utf-8").rstrip()
-        about, measured = "\n\n".join((about, *notes)), _measured(run)
-        write_text(folder / "README.md", CARD.format(name=run.name, about=about, measured=measured, settings=text))
+        about = "\n\n".join((about, *notes))
+        write_text(folder / "README.md", CARD.format(name=run.name, about=about, settings=text))
+        if (run / "extrapolation.json").is_file():
+            shutil.copy(run / "extrapolation.json", folder)
     return [f"wrote {out}: {kind}, {'with' if tokenizer else 'without'} a tokenizer; {compared}", *notes]
 
 
 def make_tokenizer(name: str, vocab_size: int) -> Any:
     """A tokenizer of transformers with the ids of tokenizer.name=`name`: `bytes`, or a tiktoken encoding by its name.
 
-    vocab_size: below an encoding's own, its first vocab_size - 257 merges, then the end of a document. Unlike ours it
-    reads <|endoftext|> in a text as that token. GPT-2's vocabulary is the [offline] extra's, else tiktoken's. Raises
-    ValueError or OSError where the vocabulary cannot be had, and ValueError where it does not fit.
+    vocab_size: below an encoding's own, its first vocab_size - 257 merges, then the end of a document. GPT-2's
+    vocabulary is the [offline] extra's, else tiktoken's. Raises ValueError or OSError where it cannot be had or does
+    not fit.
     """
     import tiktoken
     from tiktoken_ext.openai_public import r50k_pat_str
@@ -143,30 +140,14 @@ def make_tokenizer(name: str, vocab_size: int) -> Any:
     raise ValueError(f"tokenizer.name={name} with {vocab_size} ids cannot be written as a tokenizer of transformers")
 
 
-def _measured(run: Path) -> str:
-    """extrapolation.json as a table in Markdown."""
-    path = run / "extrapolation.json"
-    if not path.is_file():
-        return "Nothing yet: the run has no extrapolation.json, which `python eval.py` writes."
-    document = json.loads(path.read_text(encoding="utf-8"))
-    lines = ["| checkpoint | text | windows | scaling | length | perplexity | nats per token |", "|--" * 7 + "|"]
-    for result in document.get("results", [document]):
-        about = result["checkpoint"], f"{result['corpus']} {result['fingerprint']}", result["protocol"]
-        scaling = (result["scaling"] or {"name": "none"})["name"]
-        for row in result["rows"]:
-            numbers = ("", "") if row["nll"] is None else (f"{row['perplexity']:.3f}", f"{row['nll']:.4f}")
-            lines.append(f"| {' | '.join((*about, scaling, str(row['length']), *numbers))} |")
-    return "\n".join(lines)
-
-
 # ---- in -------------------------------------------------------------------------------------------------------------
 
 
 def import_run(name: str, out: str | Path, like: str | Path | None = None) -> list[str]:
-    """Write a checkpoint of transformers as a run folder, whole or not at all; returns what there is to say.
+    """Write a checkpoint of transformers, a folder or an id on the hub, as a run folder; returns lines for the user.
 
-    name: a folder, or an id on the hub. Nothing in it is executed. Raises ValueError or OSError where it cannot be
-    read, does not fit (from_transformers) or has other logits here, and ValueError where `out` exists.
+    Nothing in it is executed. Raises ValueError or OSError where it cannot be read, does not fit (from_transformers) or
+    has other logits here, and ValueError where `out` exists.
     """
     library = transformers()
     settings = read_settings(Path(like)) if like else _default_settings()
@@ -178,7 +159,7 @@ def import_run(name: str, out: str | Path, like: str | Path | None = None) -> li
         )
         for what in ("missing", "unexpected"):
             if keys := sorted(map(str, info[f"{what}_keys"])):
-                raise ValueError(f"{name}: {what} weights: {', '.join(keys[:5])}{' …' if keys[5:] else ''}")
+                raise ValueError(f"{name}: {what} weights: {', '.join(keys)}")
         model, notes = from_transformers(theirs.eval())
         c = model.config
         notes = [compare_logits(model, theirs, min(c.train_length, 2048)), *notes]
@@ -202,8 +183,8 @@ def import_run(name: str, out: str | Path, like: str | Path | None = None) -> li
     if tokenizer is None:
         return [*said, "its tokenizer is none of ours: load_run, in Python, opens the run; eval.py and train.py do not"]
     text = f"data={settings['data']['name']}, tokenizer={tokenizer['name']}"
-    measure = f"measure it on {text}: python eval.py runs=[{out}]"
-    return [*said, measure, f"go on with it: python train.py init_from={out} {_overrides(settings)}"]
+    said.append(f"measure it on {text}: python eval.py runs=[{out}]")
+    return [*said, f"go on with it: python train.py init_from={out} {_overrides(settings)}"]
 
 
 def _recognise(library: Any, source: str, c: GPTConfig) -> dict | None:
@@ -220,15 +201,11 @@ def _recognise(library: Any, source: str, c: GPTConfig) -> dict | None:
 
 
 def _default_settings() -> dict:
-    """What a run needs and an imported one has not: it was not trained here, so its training settings are zeros."""
+    """Settings of a run that was not trained here: its training settings are zeros."""
     zeros = ("max_steps", "batch_size", "lr", "min_lr_ratio", "warmup_steps", "weight_decay", "beta1", "beta2")
     zeros += ("grad_clip", "eval_every", "checkpoint_every", "log_every")
-    return {
-        "preset": "cpu",
-        "data": {"name": "stdlib", "kind": "stdlib"},
-        "train": dict.fromkeys(zeros, 0),
-        "val": {"multiples": [1.0, 1.25, 1.5, 2.0, 4.0]},
-    }
+    data, val = {"name": "stdlib", "kind": "stdlib"}, {"multiples": [1.0, 1.25, 1.5, 2.0, 4.0]}
+    return {"preset": "cpu", "data": data, "train": dict.fromkeys(zeros, 0), "val": val}
 
 
 def _overrides(settings: dict) -> str:
@@ -243,9 +220,8 @@ def _overrides(settings: dict) -> str:
 
 def main(words: list[str] | None = None) -> None:
     """The command; exits with status 2 and a message where a user can mend what is wrong."""
-    parser = argparse.ArgumentParser(
-        "python -m model.hf", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("python -m model.hf", description=__doc__, formatter_class=raw)
     actions = parser.add_subparsers(dest="action", required=True)
     out, back = actions.add_parser("export"), actions.add_parser("import")
     out.add_argument("run", help="a run folder")

@@ -5,9 +5,9 @@
     rope, a part of each head    GPT-NeoX with sequential residual
     none                         the same, none of a head turning
 
-These three have our blocks exactly: LayerNorm before each part, tanh-GELU, an output tied to the embedding. Where GPT-2
-and GPT-NeoX have no grouped heads, key and value heads are repeated; biases that we lack are theirs as zeros. What has
-no equal is refused, in both directions. transformers computes angles in float32, so rounding grows with the position.
+These have our blocks exactly: LayerNorm before each part, tanh-GELU, an output tied to the embedding. Where GPT-2 and
+GPT-NeoX have no grouped heads, key and value heads are repeated; biases that we lack are zeros there. What has no equal
+is refused, in both directions.
 """
 
 import math
@@ -83,10 +83,7 @@ def to_transformers(model: GPT, end_of_document: int | None = None) -> Any:
     scaling or an attention that has no exact equal there, and where transformers' frequencies are not ours.
     """
     c, library = model.config, transformers()
-    if c.attention != "softmax":
-        raise ValueError(f"model.attention={c.attention}: no model of transformers has it, only softmax is exported")
-    recipe = {"layers": ["full"], "query_scale": None, "sinks": False}
-    for name, value in recipe.items():
+    for name, value in {"attention": "softmax", "layers": ["full"], "query_scale": None, "sinks": False}.items():
         if (found := getattr(c, name)) != value:
             raise ValueError(f"model.{name}={found}: the architectures that equal our blocks do not have it")
     if c.pos["name"] == "rope":
@@ -166,13 +163,12 @@ def _rope_parameters(model: GPT) -> dict:
     if scaling is None:
         return {"rope_type": "default", "rope_theta": base, **partial}
     name, factor = scaling["name"], scaling["factor"]
-    if factor is None and name == "dynamic":
-        factor = 1.0  # what an open factor is in its formula
-    if factor is None:
+    if factor is None and name != "dynamic":
         raise ValueError(
-            f"scaling={name} with scaling.factor=null: follows each sequence's length; transformers has one factor for "
-            "all of them, so export a run that was trained with a number"
+            f"scaling={name} with scaling.factor=null: follows each sequence's length, in transformers factors do not; "
+            "export a run that was trained with a number"
         )
+    factor = factor or 1.0  # what an open factor is in dynamic's formula
     if name == "ntk":  # by its definition RoPE with another base
         return {"rope_type": "default", "rope_theta": base * factor ** (width / (width - 2)), **partial}
     if name not in SCALING_KEYS:
@@ -237,8 +233,7 @@ def check_architecture(theirs: Any) -> list[str]:
             raise ValueError(f"{setting}={value!r}: ours has {' or '.join(map(str, allowed))}; this model does not fit")
     if getattr(theirs, "sliding_window", None) is not None:
         notes.append(
-            f"sliding_window={theirs.sliding_window}: there no token sees farther back, here all do; the two are equal "
-            "up to that length, which is taken as the training length"
+            f"sliding_window={theirs.sliding_window}: here tokens see farther back; this becomes the training length"
         )
     return notes
 

@@ -8,14 +8,11 @@ B sequences, T tokens, D width, H heads. A scheme acts at up to three hooks, alw
     and with it, for Shaw's scheme: values(weights, query_positions, key_positions), added to the attention's output
 
 A bias that head and distance alone decide is given by by_distance(distances), in place of `bias`. No scheme masks later
-keys: attention does.
+keys: attention does. `rotation` returns a function, so that the trigonometry is done once a pass, not once a layer.
 
-The base class does nothing at any of them, which makes it a scheme of its own: a causal model without positions
-(NoPE; Haviv et al. 2022, Kazemnejad et al. 2023). `rotation` returns a function, rather than taking the queries, so
-that the trigonometry is done once a pass and not twice in every layer.
-
-A new scheme is one subclass, one line in SCHEMES and one file in configs/pos/. The keyword-only arguments of its
-constructor are its configuration keys.
+The base class does nothing at any hook: it is a causal model without positions (NoPE; Haviv et al. 2022, Kazemnejad et
+al. 2023). A new scheme is one subclass, one line in SCHEMES and one file in configs/pos/. The keyword-only arguments of
+its constructor are its configuration keys.
 """
 
 import math
@@ -26,16 +23,15 @@ from torch import Tensor, nn
 
 from model.checks import check_whole, is_number
 from model.registry import lookup
-from model.rope import build_rotation, plain_frequencies, rope_frequencies, rotary_tables
-from model.scaling import SCALINGS, complete_scaling, regime, scaled
+from model.rope import LAYOUTS, build_rotation, plain_frequencies, rope_frequencies, rotary_tables
+from model.scaling import complete_scaling, regime, scaled
 
 
 class PositionScheme(nn.Module):
     """No positions at all, and the interface of every other scheme."""
 
     max_length: int | None = None  # positions 0 to max_length - 1 exist; None: no limit
-    rotates = False  # whether there are frequencies that a scaling could change
-    biased = weighs_values = False  # whether the hooks `bias` and `values` are in use
+    rotates = biased = weighs_values = False  # whether the hooks `rotation`, `bias` and `values` are in use
 
     def __init_subclass__(cls) -> None:
         cls.biased = any(getattr(cls, hook) is not getattr(PositionScheme, hook) for hook in ("bias", "by_distance"))
@@ -65,13 +61,11 @@ class PositionScheme(nn.Module):
         raise NotImplementedError
 
     def bias(self, queries: Tensor, query_positions: Tensor, key_positions: Tensor) -> Tensor:
-        """queries (B, H, Tq, head_dim), as rotated. Called with a part of the queries at a time.
+        """queries (B, H, Tq, head_dim), as rotated; a part of them at a time. This one is by_distance's.
 
-        Both positions count on, one by one, from their first, which need not be 0; here and in values. What later keys
-        get does not matter. This one is by_distance's.
+        Both positions count on, one by one, from their first, which need not be 0. Keys after a query may get anything.
         """
-        # Of Tq + Tk - 1 distances, not Tq · Tk pairs: a table's gradient is then summed along diagonals, in float32,
-        # and not gathered number by number.
+        # Of Tq + Tk - 1 distances, not Tq · Tk pairs: a table's gradient is then summed along diagonals, in float32.
         Tq, Tk = len(query_positions), len(key_positions)
         distances = query_positions[0] - key_positions[-1] + torch.arange(Tq + Tk - 1, device=key_positions.device)
         return self.by_distance(distances.clamp(min=0)).unfold(-1, Tk, 1).flip(-1)  # (H, Tq, Tk)
@@ -84,9 +78,8 @@ class PositionScheme(nn.Module):
         """Raise ValueError where the scheme has nothing to say about `position`."""
         if self.max_length is not None and position >= self.max_length:
             raise ValueError(
-                f"position {position} is past the learned table, which ends at {self.max_length} "
-                f"(train_length={self.max_length}: positions 0 to {self.max_length - 1}); use a shorter sequence, "
-                "or a scheme without a table such as pos=rope"
+                f"position {position} is past the learned table, which ends at {self.max_length} (train_length); use a "
+                "shorter sequence, or a scheme without a table such as pos=rope"
             )
 
 
@@ -108,8 +101,7 @@ class LearnedPositions(PositionScheme):
 class SinusoidalPositions(PositionScheme):
     """PE(p, 2i) = sin(p / 10000^(2i/D)), PE(p, 2i+1) = cos of the same (Vaswani et al. 2017, section 3.5). No weights.
 
-    The rows are multiplied by √D first, as the paper does (section 3.4): next to rows drawn with GPT-2's standard
-    deviation of 0.02 the table would drown them.
+    The rows are multiplied by √D first (section 3.4): drawn with GPT-2's deviation of 0.02 they would drown in it.
     """
 
     def embed(self, rows: Tensor, positions: Tensor) -> Tensor:
@@ -122,10 +114,9 @@ class SinusoidalPositions(PositionScheme):
 class RotaryPositions(PositionScheme):
     """RoPE: planes of queries and keys turn with the position (Su et al. 2021, equation 34). No weights.
 
-    base: θ_i = base^(-2i / rotary width). layout: which dimensions form a plane, `half` (i, i + r/2) or
-    `interleaved` (2i, 2i + 1). rotary_fraction: the first part of the head that turns; the rest is left alone, as in
-    GPT-NeoX. turning: the fastest part of the planes that turns; the slowest stand still, with the exponents of the
-    whole width (p-RoPE; Barbero et al. 2024). config.scaling, if any, changes the frequencies (model/scaling.py).
+    base: θ_i = base^(-2i / r), r being the rotary width. layout: `half` pairs dimensions (i, i + r/2), `interleaved`
+    (2i, 2i + 1). rotary_fraction: the first part of the head that turns, as in GPT-NeoX. turning: the fastest part of
+    the planes that turns, the slowest stand still (p-RoPE; Barbero et al. 2024). config.scaling: see model/scaling.py.
     """
 
     rotates = True
@@ -134,28 +125,24 @@ class RotaryPositions(PositionScheme):
         self, config, *, base: float = 10000.0, layout: str = "half", rotary_fraction: float = 1.0, turning: float = 1.0
     ):
         super().__init__(config)
-        if layout not in ("half", "interleaved"):
-            raise ValueError(f"pos.layout={layout!r}: known layouts are half, interleaved")
+        if layout not in LAYOUTS:
+            raise ValueError(f"pos.layout={layout!r}: known layouts are {', '.join(LAYOUTS)}")
         for name, value in (("rotary_fraction", rotary_fraction), ("turning", turning)):
             if not 0 < value <= 1:
                 raise ValueError(f"pos.{name}={value}: must be above 0 and at most 1")
         self.rotary_dim = round(config.head_dim * rotary_fraction)
         if self.rotary_dim % 2 or self.rotary_dim == 0:
             raise ValueError(
-                f"pos.rotary_fraction={rotary_fraction} of model.head_dim={config.head_dim} turns {self.rotary_dim} "
-                "dimensions: they turn in pairs, so it must be an even number of at least 2"
+                f"pos.rotary_fraction={rotary_fraction} turns {self.rotary_dim} of model.head_dim={config.head_dim} "
+                "dimensions: must be an even number of at least 2, they turn in pairs"
             )
         self.base, self.layout, self.scaling = base, layout, config.scaling
         self.train_length, self.turning = config.original_length, int(turning * self.rotary_dim / 2)  # planes
         rope_frequencies(self.rotary_dim, base, config.scaling, self.train_length)  # checks them all
 
     def frequencies(self, length: int, device: torch.device | str = "cpu") -> tuple[Tensor, float]:
-        """inv_freq float64 (planes,) and attention_scale for a sequence of `length` tokens.
-
-        Computed anew each pass, on the device: as a buffer they would follow .bfloat16() and .half().
-        """
-        inv_freq = plain_frequencies(self.rotary_dim, self.base, device)
-        attention_scale = 1.0
+        """inv_freq float64 (planes,) and attention_scale for `length` tokens; as a buffer it would follow .half()."""
+        inv_freq, attention_scale = plain_frequencies(self.rotary_dim, self.base, device), 1.0
         if self.scaling is not None:
             inv_freq, attention_scale = scaled(inv_freq, self.base, self.scaling, self.train_length, length)
         inv_freq[self.turning :] = 0
@@ -177,10 +164,7 @@ class ALiBi(PositionScheme):
         self.n_head = config.n_head
 
     def slopes(self, device: torch.device | str = "cpu") -> Tensor:
-        """float32 (H,): 2^(-8h/H) for H a power of two, else those of the power below, then every other of the next.
-
-        So do the authors in their code; the paper has powers of two only.
-        """
+        """float32 (H,): 2^(-8h/H) for the power of two below H, then every other of the next (the authors' code)."""
         below = 2 ** math.floor(math.log2(self.n_head))
         exponents = torch.arange(1, below + 1, device=device) * (8 / below)
         others = (2 * torch.arange(self.n_head - below, device=device) + 1) * (4 / below)
@@ -194,8 +178,7 @@ class T5Bias(PositionScheme):
     """A learned bias a head and bucket of distances, one table for all layers (Raffel et al. 2019, section 2.1).
 
     Half of the buckets hold one distance each, the others widen logarithmically up to max_distance, and the last one
-    holds all beyond: T5's causal (decoder) buckets. T5 leaves out the 1/√head_dim of the scores; here it stays, so that
-    models differ in their positions only.
+    holds all beyond: T5's causal (decoder) buckets. Unlike in T5 the scores keep their 1/√head_dim.
     """
 
     def __init__(self, config, *, buckets: int = 32, max_distance: int = 128):
@@ -238,7 +221,7 @@ class Fire(PositionScheme):
     """A small network of the distance relative to the query's position (Li et al. 2024, equation 6).
 
     bias = f(ψ(i - j) / ψ(max(i, L))) with ψ(x) = log(1 + |c| x): f has 32 hidden units, c and the threshold L are
-    learned. So distances are interpolated progressively: the farthest key is always at 1, past L.
+    learned. Past L the farthest key is always at 1.
     """
 
     def __init__(self, config):
@@ -263,8 +246,8 @@ class Fire(PositionScheme):
 class ShawRelative(PositionScheme):
     """Learned vectors for each clipped distance, added to keys and to values (Shaw et al. 2018, equations 3 to 5).
 
-    One pair of tables for all heads and layers. The queries meet the max_distance + 1 vectors, not a (Tq, Tk, head_dim)
-    tensor of them (section 3.3), and the attention weights are summed by distance before they meet the value vectors.
+    One pair of tables for all heads and layers. Queries and weights meet the max_distance + 1 vectors of a table, never
+    a (Tq, Tk, head_dim) tensor of them (section 3.3).
     """
 
     def __init__(self, config, *, max_distance: int = 16):
@@ -322,15 +305,14 @@ def check_scaling(config) -> dict | None:
     """The config's scaling with its defaults filled in; None for none. Raises ValueError where it cannot apply."""
     if config.scaling is None or config.scaling == {"name": "none"}:
         return None
-    name, _ = lookup("scaling", SCALINGS, config.scaling)
+    scaling = complete_scaling(config.scaling, round(config.head_dim * config.pos.get("rotary_fraction", 1.0)) // 2)
     if not SCHEMES[config.pos["name"]].rotates:
         rotating = ", ".join(name for name, scheme in SCHEMES.items() if scheme.rotates)
         raise ValueError(
-            f"scaling={name!r} on pos={config.pos['name']}: it has no frequencies to scale; use "
+            f"scaling={scaling['name']!r} on pos={config.pos['name']}: it has no frequencies to scale; use "
             f"scaling=none, or a scheme that rotates ({rotating})"
         )
-    planes = round(config.head_dim * config.pos["rotary_fraction"]) // 2
-    return complete_scaling(config.scaling, planes)
+    return scaling
 
 
 def build_scheme(config) -> PositionScheme:

@@ -8,6 +8,8 @@ from torch import Tensor
 from model.checks import FLOATS, check_tensor, check_whole, is_number
 from model.scaling import complete_scaling, scaled
 
+LAYOUTS = ("half", "interleaved")  # which dimensions form a plane: (i, i + planes), or (2i, 2i + 1)
+
 
 def plain_frequencies(rotary_width: int, base: float, device: torch.device | str = "cpu") -> Tensor:
     """RoPE's base^(-2i / rotary_width), float64 (rotary_width / 2,) in radians a position (float32 on Apple's GPU)."""
@@ -26,8 +28,7 @@ def rope_frequencies(
 
     head_dim is the rotary width, even. scaling: a name and its keys (model/scaling.py); it needs train_length, the
     longest window seen in training, and looks at length, the tokens of the sequence (None: train_length).
-    Returns inv_freq, float64 (head_dim / 2,), and attention_scale (1.0 without scaling). Raises ValueError for an odd
-    width, a base that is not above 1, and a scaling that is not known or lacks train_length.
+    Returns inv_freq, float64 (head_dim / 2,), and attention_scale (1.0 without scaling). Raises ValueError.
     """
     check_whole("head_dim", head_dim, 2)
     if head_dim % 2:
@@ -37,8 +38,6 @@ def rope_frequencies(
     inv_freq = plain_frequencies(head_dim, float(base))
     if scaling is None or scaling == {"name": "none"}:
         return inv_freq, 1.0
-    if train_length is None:
-        raise ValueError("train_length=None: a scaling needs the longest window seen in training")
     check_whole("train_length", train_length)
     check_whole("length", length, optional=True)
     completed = complete_scaling(scaling, head_dim // 2)
@@ -48,9 +47,8 @@ def rope_frequencies(
 def rotary_tables(positions: Tensor, inv_freq: Tensor, attention_scale: float = 1.0) -> tuple[Tensor, Tensor]:
     """cos and sin of every angle, each (T, planes), for integer positions (T,).
 
-    The angles are elementwise products in inv_freq's precision, at least float32, so that no autocast and no model
-    dtype can reach them: at position 10^6 a bfloat16 angle is off by up to 2,048 radians, a float32 one by 0.06.
-    The rotation then rounds the tables to its own precision.
+    The angles are elementwise products in inv_freq's precision, at least float32, out of reach of autocast: at position
+    10^6 a bfloat16 angle is off by up to 2,048 radians, a float32 one by 0.06.
     """
     inv_freq = inv_freq.to(torch.promote_types(inv_freq.dtype, torch.float32))
     angles = positions[:, None] * inv_freq.to(positions.device)
@@ -63,8 +61,8 @@ def build_rotation(cos: Tensor, sin: Tensor, layout: str) -> Callable[[Tensor], 
     cos, sin: (T, planes). layout `half` pairs dimensions (i, i + planes), as Llama's and GPT-NeoX's code does;
     `interleaved` pairs (2i, 2i + 1), as the paper does. Computed in float64 where x is float64, else in float32.
     """
-    if layout not in ("half", "interleaved"):
-        raise ValueError(f"layout={layout!r}: known layouts are half, interleaved")
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout={layout!r}: known layouts are {', '.join(LAYOUTS)}")
     planes, interleaved = cos.shape[-1], layout == "interleaved"
     if not interleaved:
         cos, sin = torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
@@ -75,16 +73,14 @@ def build_rotation(cos: Tensor, sin: Tensor, layout: str) -> Callable[[Tensor], 
         if wide not in tables:
             tables[wide] = cos.to(wide), sin.to(wide)
         c, s = tables[wide]
-        turned, rest = x.to(wide), None
-        if 2 * planes < x.shape[-1]:
-            turned, rest = turned[..., : 2 * planes], x[..., 2 * planes :]
+        turned, rest = x.to(wide)[..., : 2 * planes], x[..., 2 * planes :]
         if interleaved:
             a, b = turned[..., 0::2], turned[..., 1::2]
             turned = torch.stack((a * c - b * s, b * c + a * s), dim=-1).flatten(-2)
         else:
             turned = turned * c + turned.roll(planes, dims=-1) * s  # the roll exchanges the halves
         turned = turned.to(x.dtype)
-        return turned if rest is None else torch.cat((turned, rest), dim=-1)
+        return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned
 
     return rotate
 
@@ -104,8 +100,6 @@ def rotate(
         raise ValueError(f"positions of shape {tuple(positions.shape)} do not fit x of shape {tuple(x.shape)}")
     if inv_freq.ndim != 1 or 2 * len(inv_freq) > x.shape[-1]:
         raise ValueError(f"inv_freq must be (planes,) of at most {x.shape[-1] // 2}, found {tuple(inv_freq.shape)}")
-    if not is_number(attention_scale):
-        raise ValueError(f"attention_scale={attention_scale!r}: must be a finite number")
     return build_rotation(*rotary_tables(positions, inv_freq, attention_scale), layout)(x)
 
 

@@ -4,9 +4,9 @@ Every scaling is one plain function, without state, of the same form:
 
     scaling(plain, *, its keys) -> (inv_freq, attention_scale)
 
-It returns the scaled frequencies, of plain.inv_freq's shape, dtype and device, and a factor on both cos and sin, so the
-scores of the turned part grow with its square. Keys are taken as complete_scaling leaves them. factor is the stretch s;
-s = 1 is plain RoPE, bit for bit (dynamic's up to train_length, longrope's with divisors of 1).
+It returns the scaled frequencies, of plain.inv_freq's shape, dtype and device, and a factor on both cos and sin. Keys
+are taken as complete_scaling leaves them. factor is the stretch s; s = 1 is plain RoPE, bit for bit (dynamic's up to
+train_length, longrope's with divisors of 1).
 
 A new scaling is one function, its name in SCALINGS and one file in configs/scaling/; one line in REGIMES as well if it
 looks at length for more than an open factor. Its keyword-only arguments are its configuration keys: a default of None
@@ -56,8 +56,8 @@ def ntk(plain: Plain, *, factor: float | None = None) -> Scaled:
     planes = len(plain.inv_freq)
     if planes < 2:
         raise ValueError(
-            f"scaling=ntk needs a rotary width of at least 4, found {2 * planes} (and so does dynamic): the only plane "
-            "is both its fastest and its slowest; use scaling=linear, or a larger head_dim or rotary_fraction"
+            f"scaling=ntk (or dynamic) needs a rotary width of at least 4, found {2 * planes}; use scaling=linear, or "
+            "a larger head_dim or rotary_fraction"
         )
     # (b · s^(d/(d-2)))^(-2i/d) = b^(-2i/d) · s^(-i/(planes-1)), written so that s = 1 multiplies by exactly 1.
     return plain.inv_freq * plain.stretch(factor) ** -(plain.steps() / (planes - 1)), 1.0
@@ -66,9 +66,8 @@ def ntk(plain: Plain, *, factor: float | None = None) -> Scaled:
 def dynamic(plain: Plain, *, factor: float | None = None) -> Scaled:
     """Dynamic NTK (emozilla 2023): the base b · (s·L/T - (s-1))^(d/(d-2)), L = max(length, T), T = train_length.
 
-    An open factor is 1 here, as the length is in the formula: NTK scaling by L/T. Plain RoPE up to T, whatever s.
-    Past T every new token changes all frequencies: decoding with the cache is exact, but costs what no cache costs,
-    unless the length of the whole sequence is declared (GPT.forward's scaling_length).
+    An open factor is 1 here: NTK scaling by L/T. Past T every new token changes all frequencies: decoding then costs as
+    much as without a cache, unless the length of the whole sequence is declared (GPT.forward's scaling_length).
     """
     return ntk(plain, factor=1.0 + (1.0 if factor is None else factor) * (plain.stretch(None) - 1.0))
 
@@ -95,8 +94,7 @@ def yarn(
 
     first = max(math.floor(plane_of(beta_fast)), 0)
     last = min(math.ceil(plane_of(beta_slow)), rotary_width - 1)
-    # The authors' code has the 0.001 for first == last only. With first > last (a train_length so short, or so long,
-    # that all planes are on one side of the ramp) its ramp would run backwards; this one stays a step.
+    # With first > last (all planes on one side of the ramp) the authors' ramp runs backwards; this one stays a step.
     ramp = (plain.steps() - first) / (max(last, first + 0.001) - first)
     scaled = torch.lerp(plain.inv_freq, plain.inv_freq / factor, ramp.clamp(0, 1))
     return scaled, 0.1 * math.log(factor) + 1.0 if attention_scale is None else attention_scale
@@ -163,12 +161,11 @@ def _is_number(value) -> bool:
 def _check_value(name: str, key: str, value, default, planes: int):
     """The value with its numbers as floats. Raises ValueError."""
     if default is inspect.Parameter.empty:
-        need = f"a list of {planes} finite numbers from {LEAST:g} to {MOST:g}, one a plane"
+        need = f"a list of {planes} finite numbers from {LEAST:g} to {MOST:g}, one a plane (1 leaves it as it is)"
         if value is default:
-            raise ValueError(f"scaling.{key} is missing: {name} needs {need} (1 leaves a plane as it is)")
+            raise ValueError(f"scaling.{key} is missing: {name} needs {need}")
         if type(value) not in (list, tuple) or len(value) != planes or not all(map(_is_number, value)):
-            found = f" (found {len(value)})" if type(value) in (list, tuple) else ""
-            raise ValueError(f"scaling.{key}={value!r}: must be {need}{found} (1 leaves a plane as it is)")
+            raise ValueError(f"scaling.{key}={value!r}: must be {need}")
         return [float(number) for number in value]
     if value is None and default is None:
         return None

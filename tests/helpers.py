@@ -14,7 +14,7 @@ VARIANTS = {
 }
 ALL_SCHEMES = [{"name": name, **keys} for name in SCHEMES for keys in VARIANTS.get(name, [{}])]
 
-
+DEFAULT_SCHEMES = [pos for pos in ALL_SCHEMES if len(pos) == 1]
 ABSOLUTE = {"learned", "sinusoidal", "fire"}  # schemes that do not go by distances alone
 
 

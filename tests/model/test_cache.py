@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from model.sampling import sample
-from tests.helpers import ALL_SCHEMES, random_tokens, scheme_id, small_model
+from tests.helpers import ALL_SCHEMES, random_tokens, small_model
 
 
 def test_overflow_raises_and_changes_nothing():
@@ -67,11 +67,14 @@ def test_cached_logits_refuse_a_gradient_they_do_not_have():
         logits.sum().backward()
 
 
-SAMPLING = [{}, {"temperature": 0.8}, {"temperature": 1.3, "top_k": 5}, {"temperature": 1.0, "top_p": 0.7}]
+SAMPLING = [{"temperature": 0.8}, {"temperature": 1.3, "top_k": 5}, {"temperature": 1.0, "top_p": 0.7}]
 
 
-@pytest.mark.parametrize("pos", ALL_SCHEMES, ids=scheme_id)
-@pytest.mark.parametrize("settings", SAMPLING, ids=str)
+GENERATED = [(pos, {}) for pos in ALL_SCHEMES]
+GENERATED += [({"name": name}, settings) for name in ("rope", "learned") for settings in SAMPLING]
+
+
+@pytest.mark.parametrize(("pos", "settings"), GENERATED, ids=str)
 def test_generation_is_the_same_with_and_without_cache(pos, settings):
     model = small_model(pos)
     prompt = random_tokens(model, 3, 5)

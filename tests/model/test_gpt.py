@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from model import GPT, GPTConfig
 from model.positions import SCHEMES
-from tests.helpers import ALL_SCHEMES, random_tokens, scheme_id, small_model
+from tests.helpers import DEFAULT_SCHEMES, random_tokens, scheme_id, small_model
 
 CONFIG = {"vocab_size": 257, "n_layer": 2, "n_head": 2, "head_dim": 64, "train_length": 64}
 
@@ -189,7 +189,7 @@ def test_dropout_acts_in_training_only():
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"width": 100}, r"model\.width=100.*2 · 64 = 128"),
+        ({"width": 100}, r"model\.width=100.*n_head · head_dim = 128"),
         ({"head_dim": 63}, r"model\.head_dim=63.*even"),
         ({"n_kv_head": 3}, r"model\.n_kv_head=3.*divide"),
         ({"n_layer": 0}, r"model\.n_layer=0"),
@@ -230,8 +230,8 @@ def test_forward_refuses_shapes():
         model(torch.zeros((2, 3), dtype=torch.int64), targets=torch.zeros((2, 4), dtype=torch.int64))
 
 
-@pytest.mark.parametrize("attention", ["softmax", "linear"])
-@pytest.mark.parametrize("pos", ALL_SCHEMES, ids=scheme_id)
+@pytest.mark.parametrize("attention", ["softmax", pytest.param("linear", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("pos", DEFAULT_SCHEMES, ids=scheme_id)
 def test_compiled_model_is_the_model_in_one_graph(pos, attention):
     if attention == "linear" and SCHEMES[pos["name"]].biased:
         return  # refused, see test_attention
@@ -259,7 +259,7 @@ def test_compiled_model_is_the_model_in_one_graph(pos, attention):
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 @pytest.mark.filterwarnings("ignore:`torch.jit")
-@pytest.mark.parametrize("pos", [pos for pos in ALL_SCHEMES if len(pos) == 1], ids=scheme_id)
+@pytest.mark.parametrize("pos", DEFAULT_SCHEMES, ids=scheme_id)
 def test_compiled_training_is_float64s(pos):
     """What the compiler makes of the model, not only what it is given: losses and gradients, in float32."""
     exact = small_model(pos, n_layer=1, train_length=64).train()

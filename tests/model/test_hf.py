@@ -96,24 +96,20 @@ print(made.generate(tokens, max_new_tokens=90, do_sample=False, eos_token_id=Non
     assert json.loads(done.stdout.splitlines()[-1]) == expected
 
 
-def test_the_card_has_the_settings_and_the_measured_numbers(tmp_path):
+def test_the_card_has_the_settings_and_the_measured_numbers_go_along(tmp_path):
     run_folder(tmp_path / "run", {"name": "rope"}, scaling={"name": "dynamic", "factor": 2.0})
     _, note = export_run(tmp_path / "run", tmp_path / "a")
     assert "use_cache is off" in note
     card = (tmp_path / "a" / "README.md").read_text()
-    assert "Nothing yet" in card
     assert note in card
     assert (tmp_path / "run" / "config.yaml").read_text() in card
     assert yaml.safe_load(card.split("---")[1])["library_name"] == "transformers"
     opened = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "a")
     assert not opened.generation_config.use_cache
-    row, past = {"length": 32, "nll": 2.0, "perplexity": 7.389}, {"length": 64, "nll": None, "note": "too long"}
-    result = {"checkpoint": "step_000020", "scaling": {"name": "yarn"}, "corpus": "c", "fingerprint": "f"}
-    result |= {"protocol": "sliding", "rows": [row, past]}
-    (tmp_path / "run" / "extrapolation.json").write_text(json.dumps({"results": [result]}))
+    assert not (tmp_path / "a" / "extrapolation.json").exists()
+    (tmp_path / "run" / "extrapolation.json").write_text("{}")
     export_run(tmp_path / "run", tmp_path / "b")
-    card = (tmp_path / "b" / "README.md").read_text()
-    assert "| step_000020 | c f | sliding | yarn | 32 | 7.389 | 2.0000 |" in card
+    assert (tmp_path / "b" / "extrapolation.json").read_text() == "{}"
 
 
 def test_wrong_logits_are_not_written(tmp_path, monkeypatch):

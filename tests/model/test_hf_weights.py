@@ -66,7 +66,7 @@ def test_every_scheme_is_exported_exactly_or_refused_with_a_reason(pos):
                 to_transformers(ours)
 
 
-@pytest.mark.parametrize("rotary_fraction", [1.0, 0.5])
+@pytest.mark.parametrize("rotary_fraction", [1.0, pytest.param(0.5, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", SCALINGS)
 def test_every_scaling_is_exported_exactly_or_refused_with_a_reason(name, rotary_fraction):
     pos = {"name": "rope", "layout": "interleaved", "rotary_fraction": rotary_fraction, "base": 500.0}

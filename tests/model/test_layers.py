@@ -7,7 +7,7 @@ import torch
 
 from model import GPTConfig
 from model.scaling import SCALINGS
-from tests.helpers import ALL_SCHEMES, cached_logits, random_tokens, scheme_id, small_model
+from tests.helpers import ALL_SCHEMES, DEFAULT_SCHEMES, cached_logits, random_tokens, scheme_id, small_model
 
 RECIPES = [
     {"layers": ["full", "nope"]},
@@ -24,7 +24,7 @@ every_scheme = pytest.mark.parametrize("pos", ALL_SCHEMES, ids=scheme_id)
 
 
 @every_recipe
-@every_scheme
+@pytest.mark.parametrize("pos", DEFAULT_SCHEMES, ids=scheme_id)
 def test_cached_pass_equals_the_full_pass(pos, recipe):
     model = small_model(pos, n_kv_head=2, **recipe)
     tokens = random_tokens(model, 2, model.pos.max_length or 67)

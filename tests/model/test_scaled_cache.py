@@ -24,7 +24,7 @@ def scaled_model(scaling, **settings):
 
 @every_scaling
 @every_attention
-@pytest.mark.parametrize("chunks", [[5, 3], [T + 4], [9, 9, 9]], ids=str)
+@pytest.mark.parametrize("chunks", [[5, 3], [9, 9, 9]], ids=str)
 def test_each_cached_step_is_the_last_row_of_a_full_pass_over_the_tokens_so_far(scaling, attention, chunks):
     """The headline: two layers, past the training length, however the prompt was chunked."""
     model = scaled_model(scaling, attention=attention)
