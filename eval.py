@@ -81,10 +81,10 @@ def run_folders(config: DictConfig) -> list[Path]:
 def open_run(folder: Path, step: int | None) -> Run:
     """ValueError or FileNotFoundError for a run that is not whole, or whose checkpoint is not of its config.yaml."""
     settings, origin = runs.read_run(folder)
-    of_step = {} if step is None else {step_of(path): path for path in checkpoints(folder)}
+    of_step = {step_of(path): path for path in checkpoints(folder)}
     if step is not None and step not in of_step:
         raise FileNotFoundError(f"checkpoint={step}: {folder} has checkpoints of steps {', '.join(map(str, of_step))}")
-    path = latest_checkpoint(folder) if step is None else of_step[step]
+    path = of_step.get(step) or latest_checkpoint(folder)
     plain, config, vocab_size = OmegaConf.to_container(settings), read_config(path), vocab_size_of(settings)
     described = {"vocab_size": vocab_size, "pos": plain["pos"], "scaling": plain["scaling"]}
     expected = asdict(GPTConfig.from_dict(plain["model"], **described))
@@ -295,19 +295,19 @@ def sample_text(config: DictConfig, ranks: runs.Ranks = runs.Ranks()) -> list[st
     prompts = [torch.tensor(ids or [end], device=device) for ids in run.tokenizer.encode(given)]
     drawing = {key: config[key] for key in ("temperature", "top_k", "top_p")}
     drawing["generator"] = torch.Generator(device).manual_seed(config.seed)
-    new, open_rows, shown, start = [[] for _ in given], set(range(len(given))), 0, time.perf_counter()
+    new, shown, start = [[] for _ in given], 0, time.perf_counter()
+    is_whole = lambda one: len(one) == config.tokens or one[-1:] == [end]  # noqa: E731
     with runs.autocast(device, precision):
         for ids in model.stream(prompts, config.tokens, **drawing):
-            for row in [row for row in open_rows if ids[row] >= 0]:
-                new[row].append(int(ids[row]))
-                if len(new[row]) == config.tokens or new[row][-1] == end:
-                    open_rows.remove(row)
+            for one, following in zip(new, ids.tolist(), strict=True):
+                if following >= 0 and not is_whole(one):
+                    one.append(following)
             if len(given) == 1:
                 text = given[0] + run.tokenizer.decode(new[0])
                 text = text.rstrip("\ufffd")  # the bytes of a character may come one by one
                 print(text[shown:], end="", flush=True)
                 shown = max(shown, len(text))
-            if not open_rows:
+            if all(map(is_whole, new)):
                 break
     count, seconds = sum(map(len, new)), time.perf_counter() - start
     texts = [prompt + run.tokenizer.decode(one) for prompt, one in zip(given, new, strict=True)]

@@ -134,10 +134,7 @@ class Measurement:
         return row
 
     def truncated(self) -> "Measurement | None":
-        """The same model with its context cut to the last train_length tokens: what any longer context has to beat.
-
-        Sliding windows score every token in such a context anyway; None where these were not measured.
-        """
+        """The same model with its context cut to the last train_length tokens; None without their sliding windows."""
         base = self.about["train_length"]
         if self.about["protocol"] != "sliding" or base not in self.losses:
             return None
@@ -152,10 +149,8 @@ class Measurement:
         about = {key: value for key, value in self.about.items() if key != "key"}
         result = {**about, "rows": self.rows, **self.probes}
         if self.bins:
-            result["by_position"] = [{"from": low, "to": high} for low, high, *_ in self.bins]
-            for row, (_, high, *sums) in zip(result["by_position"], self.bins, strict=True):
-                row |= _row(high, *sums, least=ENOUGH_DOCUMENTS)
-                del row["length"]
+            rows = [{"from": low, **_row(high, *sums, least=ENOUGH_DOCUMENTS)} for low, high, *sums in self.bins]
+            result["by_position"] = [{"from": row["from"], "to": row.pop("length"), **row} for row in rows]
         return result
 
 
@@ -170,8 +165,8 @@ def measure(
     """A measurement for each protocol; the first also has the loss by position. Autocast is the caller's.
 
     about: run (its name), folder, checkpoint, precision, seed, and what else to say of the model; key, equal for models
-    that differ in their seed only. progress: called now and then with the tokens passed since. ranks: the processes
-    of a torchrun job (runs.Ranks). Raises ValueError for what does not fit the text.
+    that differ in their seed only. progress: called now and then with the tokens passed since. ranks: runs.Ranks of a
+    torchrun job. Raises ValueError for what does not fit the text.
     """
     parts, c = scoring.windows(text, model.pos), model.config
     every = [windows for part in parts.values() for windows in part]
@@ -224,7 +219,6 @@ def evaluate_lengths(
     outside the vocabulary.
     """
     tokens, lengths = token_array(tokens), tuple(np.asarray(lengths).tolist())
-    check_whole("batch_tokens", batch_tokens)
     if bytes_per_token is not None and len(bytes_per_token) < model.config.vocab_size:
         raise ValueError(f"bytes_per_token has {len(bytes_per_token)} entries for {model.config.vocab_size} ids")
     offsets = np.array([0, len(tokens)] if documents is None else documents)

@@ -27,8 +27,7 @@ def plan_passes(windows: Sequence[Windows], scheme: PositionScheme) -> tuple[np.
     each window, int64 (windows,), all lists of windows one after the other.
 
     A causal model's losses at the start of a long window are those of a shorter window that starts there, so each start
-    is passed once, to the furthest target anybody wants. That holds where the frequencies are the same: windows whose
-    lengths differ in the scheme's regime are passed apart.
+    is passed once, to the furthest target. Windows whose lengths have other frequencies (regimes) are passed apart.
     """
     spans = np.concatenate([w.spans for w in windows])
     regimes = {}  # of equal ones, the first length stands for all

@@ -134,16 +134,14 @@ def one_model(group: Group) -> Table:
 
 
 def sentence(group: Group) -> str:
-    """What a model does past its training length: its usable length, and its loss at twice that or near it."""
-    base, found = group.first["train_length"], group.usable_length()
+    """What a model does past its training length."""
+    found = group.usable_length()
     if found is None:
-        return f"{group.label}: its training length, {base}, is not measured"
-    shown = f"the end of its table, {found['value']:.0f}" if "note" in found else usable(found)
-    times = f"{found['value'] / base:.2g} × the training length"
-    words = f"{group.label}: within {WITHIN} up to {re.sub('^≥', 'at least', shown)} tokens ({times})"
-    past = [length for length in group.lengths if length > base and group.has(length)]
-    at = next((length for length in past if length >= 2 * base), max(past, default=base))
-    return f"{words}; at {at}, {ratio(group.over_train_length(at))} times its perplexity at {base}" if past else words
+        return f"{group.label}: its training length, {group.first['train_length']}, is not measured"
+    end = re.sub("^≥", "at least", usable(found))
+    end = f"the end of its table, {found['value']:.0f}" if "note" in found else end
+    times = f"{found['value'] / group.first['train_length']:.2g} × the training length"
+    return f"{group.label}: within {WITHIN} up to {end} tokens ({times})"
 
 
 def _value(row: dict, metric: str, show_error: bool = True) -> str:
@@ -195,24 +193,23 @@ def against(groups: Sequence[Group], reference: Group) -> Table:
 def _over_lengths(
     title: str, groups: Sequence[Group], cell: Callable[[Group, int], str], note: str, with_usable: bool = False
 ) -> Table:
-    """A line a model, a column a length; lines in which nothing but 1 stands are left out.
-
-    Between them the number of seeds, where any has several, and the training length, where they differ.
-    """
+    """A line a model, a column a length; models with nothing but 1 are left out. Seeds and training lengths where they
+    differ."""
     lengths, about = groups[0].lengths if groups else [], {}
     if any(len(group.members) > 1 for group in groups):
         about["seeds"] = lambda group: str(len(group.members))
     if len({group.first["train_length"] for group in groups}) > 1:
         about["trained at"] = lambda group: str(group.first["train_length"])
-    of = lambda group: usable(None if group.first.get("truncated") else group.usable_length())  # noqa: E731
-    last = {"usable": of} if with_usable else {}
+    after = {}
+    if with_usable:
+        after["usable"] = lambda group: usable(None if group.first.get("truncated") else group.usable_length())
     lines = []
     for group in groups:
         cells = [cell(group, length) for length in lengths]
         if set(cells) - {NOTHING, "1"}:
-            before, after = ([tell(group) for tell in some.values()] for some in (about, last))
-            lines.append([group.label, *before, *cells, *after])
-    return Table(title, ["model", *about, *map(str, lengths), *last], lines, note)
+            before, last = ([tell(group) for tell in some.values()] for some in (about, after))
+            lines.append([group.label, *before, *cells, *last])
+    return Table(title, ["model", *about, *map(str, lengths), *after], lines, note)
 
 
 def settings_apart(settings: dict[str, dict]) -> Table | None:
