@@ -202,6 +202,8 @@ def evaluate_runs(config: DictConfig, ranks: runs.Ranks = runs.Ranks()) -> list[
         log.info("text     %s", ", ".join(filter(None, facts)))
     log.info("lengths  %s, %s windows", ", ".join(map(str, scoring.lengths)), config.protocol)
     log.info("cost     %s tokens to pass on %s in %s", f"{total:,}", device, precision)
+    if config.max_targets is None and "sliding" in scoring.protocols and 4 * scoring.stride < max(scoring.lengths):
+        log.info("hint     a larger stride= than %d is cheaper, or max_targets=65536", scoring.stride)
     for reason in skipped:
         log.info("left out %s", reason)
 

@@ -10,7 +10,6 @@ import contextlib
 import logging
 import math
 import os
-import shlex
 import time
 from pathlib import Path
 
@@ -133,7 +132,7 @@ class Trainer:
             outputs.enter_context(logging_redirect_tqdm([logging.getLogger()]))
             # A checkpoint is written before its step is measured, so a resumed run measures first.
             nll = self._evaluate() if self.step and self._due(t.eval_every) else math.nan
-            clock, counted = time.perf_counter(), self.step
+            clock, counted, began = time.perf_counter(), self.step, self.step
             while self.step < t.max_steps and not self.solved:
                 self._update()
                 self.step += 1
@@ -148,6 +147,9 @@ class Trainer:
                     mfu = self.mfu_of_rate and rate * self.mfu_of_rate
                     self._record(row | {"speed/tokens_per_second": rate, "speed/mfu": mfu})
                     bar.set_postfix_str(f"loss {loss:.3f}, {rate:,.0f} tokens/s", refresh=False)
+                    if counted == began:
+                        left = (t.max_steps - self.step) * self.step_tokens / rate
+                        log.info("time     about %s of training on this machine", run_folder.in_words(left))
                 if checkpoint:
                     self._checkpoint()
                 self._stop_if_asked()
@@ -230,7 +232,8 @@ class Trainer:
             report = Report([measurement])
             report.write(self.folder, html=False)
             log_curve(measurement.rows, "extrapolation/final", self._record, self.wandb)
-            log.info("%s\n\nnext     python eval.py %s", report.text(), shlex.quote(os.path.relpath(self.folder)))
+            following = run_folder.next_commands(self.folder, c.pos.name, c.wandb.mode != "disabled")
+            log.info("%s\n\n%s", report.text(), following)
         return at_train["nll"]
 
     def _evaluate_task(self, about: dict) -> float:

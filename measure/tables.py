@@ -134,14 +134,16 @@ def one_model(group: Group) -> Table:
 
 
 def sentence(group: Group) -> str:
-    """What a model does past its training length."""
-    found = group.usable_length()
+    """What a model does past its training length: its usable length, and its loss at twice that or near it."""
+    base, found = group.first["train_length"], group.usable_length()
     if found is None:
-        return f"{group.label}: its training length, {group.first['train_length']}, is not measured"
-    end = re.sub("^≥", "at least", usable(found))
-    end = f"the end of its table, {found['value']:.0f}" if "note" in found else end
-    times = f"{found['value'] / group.first['train_length']:.2g} × the training length"
-    return f"{group.label}: within {WITHIN} up to {end} tokens ({times})"
+        return f"{group.label}: its training length, {base}, is not measured"
+    shown = f"the end of its table, {found['value']:.0f}" if "note" in found else usable(found)
+    times = f"{found['value'] / base:.2g} × the training length"
+    words = f"{group.label}: within {WITHIN} up to {re.sub('^≥', 'at least', shown)} tokens ({times})"
+    past = [length for length in group.lengths if length > base and group.has(length)]
+    at = next((length for length in past if length >= 2 * base), max(past, default=base))
+    return f"{words}; at {at}, {ratio(group.over_train_length(at))} times its perplexity at {base}" if past else words
 
 
 def _value(row: dict, metric: str, show_error: bool = True) -> str:

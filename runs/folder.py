@@ -69,7 +69,10 @@ def read_run(run: Path) -> tuple[DictConfig, dict]:
 
 def resumed(config: DictConfig, overrides: list[str]) -> DictConfig:
     """The settings of the run to resume, with those of the command line that may change. ValueError for others."""
-    settings, _ = read_run(Path(config.resume).expanduser())
+    try:
+        settings, _ = read_run(Path(config.resume).expanduser())
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"resume={config.resume}: {error}") from error
     for override in overrides:
         key = override.split("=", 1)[0].lstrip("+~")
         if key not in RESUMABLE:
@@ -88,6 +91,27 @@ def fix_scaling(config: DictConfig) -> None:
     train_length, original = config.model.get("train_length"), config.model.get("original_length")
     if config.scaling.get("factor", 1) is None and config.scaling.name != "dynamic" and original and train_length:
         config.scaling.factor = train_length / original
+
+
+def in_words(seconds: float) -> str:
+    """A duration, as `3 min 40 s`; seconds are rounded to tens past a minute."""
+    minutes, rest = divmod(round(seconds / 10) * 10, 60) if seconds > 60 else (0, round(seconds))
+    return f"{minutes} min {rest} s" if minutes else f"{rest} s"
+
+
+def next_commands(folder: Path, pos: str, logged: bool) -> str:
+    """What a user may do after a training, as lines to paste."""
+    folder = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
+    lines = [
+        f"python train.py pos={'rope' if pos == 'alibi' else 'alibi'}",
+        f"python eval.py {shlex.quote(str(folder))}",
+    ]
+    about = ["another scheme, to compare with", "report.html: tables and plots of this run"]
+    if logged:
+        lines.append(f"wandb leet {shlex.quote(str(folder.parent / 'wandb'))}")
+        about.append("the curves of all runs")
+    width = max(map(len, lines))
+    return "\n".join(["next:", *(f"  {line:{width}}  # {words}" for line, words in zip(lines, about, strict=True))])
 
 
 def start_from(model: GPT, source: Path) -> None:

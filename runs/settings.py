@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from hydra.core.config_store import ConfigStore
+from hydra.experimental.callback import Callback
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -176,6 +177,19 @@ RESOLVERS = {  # the functions that the YAML files call by name; the only ones
 }
 for _name, _resolver in RESOLVERS.items():
     OmegaConf.register_new_resolver(_name, _resolver, replace=True)
+
+
+class Sweep(Callback):
+    """What a sweep by optuna needs: a trial that fails does not end it, and a later sweep leaves its results alone."""
+
+    def on_multirun_start(self, config: DictConfig, **_) -> None:
+        if "max_failure_rate" in config.hydra.sweeper:
+            config.hydra.sweeper.max_failure_rate = 1.0
+
+    def on_multirun_end(self, config: DictConfig, **_) -> None:
+        path = Path(config.hydra.sweep.dir) / "optimization_results.yaml"
+        if path.exists():
+            path.rename(path.with_name(f"{datetime.now():%Y-%m-%d_%H-%M-%S}_{path.name}"))
 
 
 def checked(config: DictConfig, schema: type) -> DictConfig:

@@ -79,7 +79,8 @@ def test_table_of_one_run():
     assert re.fullmatch(r" +256 +3\.\d+ ± 0\.0\d+ +1\.\d+ +1", lines[2])
     assert re.fullmatch(r" +512 +6\.\d+ ± 0\.\d+ +2\.\d+ +1\.9\d+", lines[3])  # noise is shared
     assert lines[4] == "±: standard error, [ ]: 95 % interval, over 20 documents"
-    assert re.fullmatch(r"rope_seed0: within 3 % up to 26\d tokens \(1 × the training length\)", lines[5])
+    start = r"rope_seed0: within 3 % up to 26\d tokens \(1 × the training length\); at 512, 1\.9\d+ times "
+    assert re.fullmatch(start + "its perplexity at 256", lines[5])
 
 
 def test_errors_and_intervals_stand_below_each_other():
@@ -294,8 +295,12 @@ def test_the_page_begins_with_a_sentence_a_model_and_ends_with_what_it_was_made_
     report.write(tmp_path, html=True)
     page = (tmp_path / "report.html").read_text()
     rope, alibi, learned = re.findall("<li>(.*?)</li>", page)
-    assert re.fullmatch(r"rope: within 3 % up to 26\d tokens \(1 × the training length\)", rope)
-    assert alibi == "alibi: within 3 % up to at least 512 tokens (2 × the training length)"
+    assert re.fullmatch(
+        r"rope: within 3 % up to 26\d tokens \(1 × the training length\); at 512, 1.9\d+ times its .*", rope
+    )
+    assert alibi.startswith(
+        "alibi: within 3 % up to at least 512 tokens (2 × the training length); at 512, 1.000 times"
+    )
     assert learned == "learned: within 3 % up to the end of its table, 256 tokens (1 × the training length)"
     tags = re.findall("<(li|p|figure|table|h2|details|pre)[ >]", page)
     order = [tag for i, tag in enumerate(tags) if i == 0 or tag != tags[i - 1]]
