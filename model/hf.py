@@ -75,6 +75,8 @@ def export_run(run: str | Path, out: str | Path) -> list[str]:
     run, library, notes = Path(run), transformers(), []
     weights = latest_checkpoint(run)
     model, settings = load_weights(weights), read_settings(run)
+    if settings.get("task"):
+        raise ValueError(f"{run}: was trained on data=task, whose symbols no tokenizer has; such a run is not exported")
     c, name = model.config, settings["tokenizer"]["name"]
     try:
         tokenizer = make_tokenizer(name, c.vocab_size)
