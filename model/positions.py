@@ -227,7 +227,7 @@ class Fire(PositionScheme):
     def __init__(self, config):
         super().__init__(config)
         self.hidden, self.out = nn.Linear(1, 32), nn.Linear(32, config.n_head)
-        self.rate, self.threshold = (nn.Parameter(torch.empty(())) for _ in range(2))
+        self.rate, self.threshold = (nn.Parameter(torch.empty(1)) for _ in range(2))
         self.train_length = config.train_length
 
     def reset_parameters(self) -> None:
