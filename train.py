@@ -147,7 +147,7 @@ class Trainer:
                     mfu = self.mfu_of_rate and rate * self.mfu_of_rate
                     self._record(row | {"speed/tokens_per_second": rate, "speed/mfu": mfu})
                     bar.set_postfix_str(f"loss {loss:.3f}, {rate:,.0f} tokens/s", refresh=False)
-                    if counted == began:
+                    if counted == began + t.log_every:  # the first row has the first step's start in it
                         left = (t.max_steps - self.step) * self.step_tokens / rate
                         log.info("time     about %s of training on this machine", run_folder.in_words(left))
                 if checkpoint:
