@@ -291,13 +291,15 @@ class Trainer:
         plain = run_folder.write_run(self.folder, self.config, provenance)
         self.metrics = run_folder.MetricsFile(self.folder / "metrics.jsonl", self.step)
         identity = tracking.wandb_identity(self.config, scheme)
-        self.wandb = tracking.start_wandb(self.config.wandb, self.folder, provenance["wandb_id"], plain, **identity)
-        outputs.push(lambda kind, *_: tracking.finish_wandb(self.wandb, failed=kind is not None))
+        where = self.config.wandb, self.folder, provenance["wandb_id"], plain
+        self.wandb, self.start_wandb = None, lambda: tracking.start_wandb(*where, **identity)
+        outputs.push(lambda kind, *_: self.wandb and tracking.finish_wandb(self.wandb, failed=kind is not None))
 
     def _record(self, row: dict) -> None:
         if self.ranks.first:
             row = {"step": self.step, "tokens": self.step * self.step_tokens, **row}
             self.metrics.write(row)
+            self.wandb = self.wandb or self.start_wandb()  # two seconds, which the first step need not wait for
             self.wandb = tracking.log_row(self.wandb, row)
 
     def _due(self, every: int) -> bool:
