@@ -299,7 +299,8 @@ class Trainer:
         if self.ranks.first:
             row = {"step": self.step, "tokens": self.step * self.step_tokens, **row}
             self.metrics.write(row)
-            self.wandb = self.wandb or self.start_wandb()  # two seconds, which the first step need not wait for
+            if self.wandb is None:  # not before: it takes two seconds, which the first step need not wait for
+                self.wandb = self.start_wandb()
             self.wandb = tracking.log_row(self.wandb, row)
 
     def _due(self, every: int) -> bool:
