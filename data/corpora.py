@@ -39,7 +39,8 @@ class DataConfig:
 
     `max_documents`: how many are read in all, or of each of the publisher's splits. `val_split` names the publisher's
     validation split; null holds out about `val_fraction` of the text, drawn with `split_seed` (see
-    `data.split.hold_out`). `cache`: the folder for token files.
+    `data.split.hold_out`). `tuning` leaves the validation documents out and holds out others of the training text: to
+    choose settings by. `cache`: the folder for token files.
     """
 
     name: str
@@ -55,6 +56,7 @@ class DataConfig:
     val_split: str | None = None
     val_fraction: float = 0.05
     split_seed: int = 0
+    tuning: bool = False
     cache: str = "~/.cache/ropewalk"
 
     def __post_init__(self):
@@ -65,6 +67,8 @@ class DataConfig:
         if not 0 < self.val_fraction < 1:
             raise ValueError(f"data.val_fraction={self.val_fraction}: must be above 0 and below 1")
         check_whole("data.max_documents", self.max_documents, optional=True)
+        if self.tuning and self.kind in ("bin", "task"):
+            raise ValueError(f"data.tuning=true: has no documents to hold out with data={self.name}; leave it out")
         if self.streaming and self.max_documents is None:
             raise ValueError("data.streaming=true: give data.max_documents, the number of documents to take")
 

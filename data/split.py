@@ -11,7 +11,8 @@ from data.overlap import group_duplicates
 
 SPLITS = ("train", "val")
 
-Piece = tuple[str, int, bytes]  # a document, or a part of one: its split, bytes of UTF-8, hash of the whole document
+# A document, or a part of one: its split (None: of neither), bytes of UTF-8, hash of the whole document.
+Piece = tuple[str | None, int, bytes]
 
 
 def split_corpus(path: Path, config: DataConfig, say: Callable[[str], None] = print) -> list[Piece]:
@@ -23,19 +24,27 @@ def split_corpus(path: Path, config: DataConfig, say: Callable[[str], None] = pr
     labels, sizes, digests = _write_text(path, config)
     if not sizes:
         raise ValueError(f"{where}: holds no text at all")
-    if labels[0] is not None:
-        pieces = list(zip(labels, sizes, digests, strict=True))
-    else:
+    held_out = np.array([size if label == "val" else 0 for label, size in zip(labels, sizes, strict=True)])
+    left_out = np.zeros(len(sizes), dtype=bool)
+    if labels[0] is None or config.tuning:
         groups = group_duplicates(path, sizes)
         if len(sizes) > 1 and len(set(groups)) == 1:
             say(f"warning: the documents of {where} are near-duplicates of each other; only equal texts stay together")
             groups = np.unique(digests, return_inverse=True)[1]
-        held_out = hold_out(sizes, digests, groups, config.val_fraction, config.split_seed)
-        pieces, begin = [], 0
-        for size, digest, val in zip(sizes, digests, held_out.tolist(), strict=True):
-            train = size - val if val in (0, size) else _character(path, begin + size - val) - begin
-            pieces += [(split, part, digest) for split, part in (("train", train), ("val", size - train)) if part]
-            begin += size
+        draw = lambda of: hold_out(  # noqa: E731
+            np.array(sizes)[of], [digests[i] for i in of], groups[of], config.val_fraction, config.split_seed
+        )
+        if labels[0] is None:
+            held_out = draw(np.arange(len(sizes)))
+        if config.tuning:
+            left_out, rest = held_out > 0, np.flatnonzero(held_out == 0)
+            held_out[rest] = draw(rest)
+    pieces, begin = [], 0
+    for size, digest, val, unused in zip(sizes, digests, held_out.tolist(), left_out.tolist(), strict=True):
+        train = size - val if val in (0, size) else _character(path, begin + size - val) - begin
+        parts = [(None, size)] if unused else [("train", train), ("val", size - train)]
+        pieces += [(split, part, digest) for split, part in parts if part]
+        begin += size
     for split in SPLITS:
         if split not in (piece[0] for piece in pieces):
             raise ValueError(f"{where}: the {split} split holds no text; give more text, or other splits")

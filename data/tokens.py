@@ -171,6 +171,9 @@ def _tokenise(
 def _parts(file: BinaryIO, pieces: list[Piece]) -> Iterator[tuple[str, str, bool]]:
     """The pieces' text in parts small enough to be tokenised with others: (split, text, whether the piece ends)."""
     for split, size, _ in pieces:
+        if split is None:
+            file.seek(size, os.SEEK_CUR)
+            continue
         decode = codecs.getincrementaldecoder("utf-8")().decode
         blocks = (decode(file.read(min(BLOCK, left))) for left in range(size, 0, -BLOCK))
         yield from ((split, text, False) for text in parts(blocks))

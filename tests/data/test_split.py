@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 import data.overlap
+import data.split
 from data import DataConfig, prepare
 from data.overlap import group_duplicates, measure_overlap
 from data.split import hold_out
@@ -180,6 +181,23 @@ def test_documents_that_are_all_alike(tmp_path):
     assert found.meta["val_covered"] > 0.99
     twice = prepare(toy(tmp_path, *[text, text, text[::-1]] * 2), BYTES, silent)  # none is too large, and alone
     assert texts_of(twice, "val") == [text[::-1]] * 2
+
+
+@pytest.mark.parametrize("labelled", [False, True])
+def test_tuning_leaves_the_validation_documents_out(tmp_path, monkeypatch, labelled):
+    rng = random.Random(2)
+    documents = [words(rng, 200) for _ in range(40)]
+    if labelled:
+        found = [("val" if i % 4 == 0 else "train", [text]) for i, text in enumerate(documents)]
+        monkeypatch.setattr(data.split, "documents", lambda config: found)
+    plain, tuning = (
+        prepare(toy(tmp_path, *documents, val_fraction=0.2, tuning=on), BYTES, silent) for on in (False, True)
+    )
+    held_out, chosen_by = set(texts_of(plain, "val")), set(texts_of(tuning, "val"))
+    assert held_out | set(texts_of(plain, "train")) == set(documents)
+    assert chosen_by | set(texts_of(tuning, "train")) == set(documents) - held_out
+    assert 3 <= len(chosen_by) <= 9
+    assert chosen_by.isdisjoint(texts_of(tuning, "train"))
 
 
 @pytest.mark.parametrize(
