@@ -80,7 +80,7 @@ class Trainer:
         if self.sharded:
             processes.shard(self.model, self.device, self.precision)
         self.model.to(self.device).train()
-        groups = self.model.optimizer_groups(t.weight_decay)
+        groups = self.model.optimizer_groups(t.weight_decay, t.pos_lr_ratio)
         self.optimizer = torch.optim.AdamW(groups, lr=t.lr, betas=(t.beta1, t.beta2), fused=True)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.precision == "fp16")
         if state:
@@ -165,7 +165,7 @@ class Trainer:
         # All randomness of a step is a function of (seed, step, rank): a resumed run needs no generator states.
         torch.manual_seed(int(np.random.SeedSequence([c.seed, self.step, self.ranks.rank]).generate_state(1)[0]))
         for group in self.optimizer.param_groups:
-            group["lr"] = lr_at(self.step, t)
+            group["lr"] = lr_at(self.step, t) * group.get("lr_ratio", 1)
         inputs, targets = self._batch()
         micro = t.micro_batch_size or len(inputs)
         parts = list(zip(inputs.split(micro), targets.split(micro), strict=True))

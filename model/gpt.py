@@ -278,12 +278,22 @@ class GPT(nn.Module):
         new = list(self.stream(list(tokens), max_new_tokens, *settings))
         return torch.cat((tokens, torch.stack(new, dim=1)), dim=1)
 
-    def optimizer_groups(self, weight_decay: float) -> list[dict]:
-        """Decay on matrices only, and never on the position scheme: that would bend comparisons between schemes."""
-        decayed, kept = [], []
-        for name, parameter in self.named_parameters():
-            (decayed if parameter.ndim >= 2 and not name.startswith("pos.") else kept).append(parameter)
-        return [{"params": decayed, "weight_decay": weight_decay}, {"params": kept, "weight_decay": 0.0}]
+    def optimizer_groups(self, weight_decay: float, pos_lr_ratio: float = 1.0) -> list[dict]:
+        """Decay on matrices only, and never on the position scheme: that would bend comparisons between schemes.
+
+        `lr_ratio`: what a group's learning rate is to be multiplied by; pos_lr_ratio for the scheme's own weights.
+        """
+        own = list(self.pos.parameters())
+        others = [parameter for name, parameter in self.named_parameters() if not name.startswith("pos.")]
+        groups = [
+            {"params": [parameter for parameter in others if parameter.ndim >= 2], "weight_decay": weight_decay},
+            {"params": [parameter for parameter in others if parameter.ndim < 2], "weight_decay": 0.0},
+        ]
+        if pos_lr_ratio == 1:
+            groups[1]["params"] += own
+        elif own:
+            groups.append({"params": own, "weight_decay": 0.0, "lr_ratio": pos_lr_ratio})
+        return groups
 
     def num_parameters(self) -> int:
         """All trained numbers; the tied embedding once, the vocabulary's padding included."""

@@ -42,6 +42,7 @@ class TrainSettings:
     batch_size: int = MISSING
     micro_batch_size: int | None = None
     lr: float = MISSING
+    pos_lr_ratio: float = 1.0
     schedule: str = "cosine"
     min_lr_ratio: float = MISSING
     warmup_steps: int = MISSING
@@ -241,7 +242,7 @@ def check_settings(config: DictConfig, world_size: int = 1) -> GPTConfig:
         check_whole(key, OmegaConf.select(config, key), optional=True)
     check_whole("train.warmup_steps", t.warmup_steps, 0)
     check_whole("seed", config.seed, 0, 2**63 - 1)
-    for key in ("lr", "grad_clip", "peak_flops"):
+    for key in ("lr", "pos_lr_ratio", "grad_clip", "peak_flops"):
         if t[key] is not None and not 0 < t[key] < math.inf:
             raise ValueError(f"train.{key}={t[key]}: must be a finite number above 0")
     for key, below in {"weight_decay": math.inf, "min_lr_ratio": math.inf, "beta1": 1, "beta2": 1}.items():

@@ -19,11 +19,13 @@ from tests.trained import TINY, assert_near, composed, metrics, run, same, weigh
 from train import lr_at
 
 
-def test_a_step_is_adamw_on_the_mean_loss_of_the_batch(corpus, tmp_path):
+@pytest.mark.parametrize(("pos", "pos_lr_ratio"), [("rope", 1), ("t5", 1), ("t5", 5)])
+def test_a_step_is_adamw_on_the_mean_loss_of_the_batch(pos, pos_lr_ratio, corpus, tmp_path):
     """Two steps against the same arithmetic written out: one batch, one mean, clipping, decay on matrices."""
-    trainer = run(tmp_path, *TINY, *corpus, "train.max_steps=2", "train.micro_batch_size=1", "train.weight_decay=0.5")
+    settings = (f"pos={pos}", f"train.pos_lr_ratio={pos_lr_ratio}", "train.weight_decay=0.5")
+    trainer = run(tmp_path, *TINY, *corpus, "train.max_steps=2", "train.micro_batch_size=1", *settings)
     torch.manual_seed(0)
-    model = GPT(GPTConfig(vocab_size=257, n_layer=1, n_head=2, head_dim=8, train_length=16))
+    model = GPT(GPTConfig(vocab_size=257, n_layer=1, n_head=2, head_dim=8, train_length=16, pos={"name": pos}))
     moments = {name: (torch.zeros_like(p), torch.zeros_like(p)) for name, p in model.named_parameters()}
     t = trainer.config.train
     for step in range(2):
@@ -39,10 +41,11 @@ def test_a_step_is_adamw_on_the_mean_loss_of_the_batch(corpus, tmp_path):
                 m, v = moments[name]
                 m.mul_(t.beta1).add_(g, alpha=1 - t.beta1)
                 v.mul_(t.beta2).addcmul_(g, g, value=1 - t.beta2)
-                if p.ndim == 2:
+                of_scheme = name.startswith("pos.")
+                if p.ndim == 2 and not of_scheme:
                     p.mul_(1 - lr * 0.5)
                 m_hat, v_hat = m / (1 - t.beta1 ** (step + 1)), v / (1 - t.beta2 ** (step + 1))
-                p.sub_(lr * m_hat / (v_hat.sqrt() + 1e-8))
+                p.sub_(lr * (pos_lr_ratio if of_scheme else 1) * m_hat / (v_hat.sqrt() + 1e-8))
         assert metrics(tmp_path)[step]["train/loss"] == pytest.approx(loss.item(), abs=1e-5)
         assert metrics(tmp_path)[step]["train/grad_norm"] == pytest.approx(norm, rel=1e-4)
     for name, tensor in weights(tmp_path).items():
