@@ -24,31 +24,42 @@ class View(NamedTuple):
     scheme: PositionScheme
     window: int | None = None  # a query sees itself and the window - 1 tokens before it; None: all before it
     sinks: Tensor | None = None  # (H,): logits in the softmax's denominator whose value is 0 (gpt-oss, 2025)
+    shared: dict | None = None  # biases of earlier layers of a pass, by block of queries
 
-    def bias(self, q: Tensor, positions: Tensor, key_positions: Tensor) -> Tensor:
+    def bias(self, q: Tensor, positions: Tensor, key_positions: Tensor, block: int | None = None) -> Tensor:
         """The scheme's bias, -inf at keys not seen: (1 or B, 1 or H, Tq, Tk) in q's dtype. Nothing else masks.
 
-        With sinks (1 or B, H, Tq, 1 + Tk): the first column is theirs, for a key of zeros before the others.
+        With sinks (1 or B, H, Tq, 1 + Tk): the first column is theirs, for a key of zeros before the others. block:
+        where its queries begin, to share the bias with other layers; None: not to be shared.
         """
-        hidden = key_positions > positions[:, None]
-        if self.window is not None:
-            hidden = hidden | (key_positions <= positions[:, None] - self.window)
-        scheme = self.scheme
-        bias = scheme.bias(q, positions, key_positions) if scheme.biased else q.new_zeros((1, *hidden.shape))
-        bias = bias.to(q.dtype).masked_fill(hidden, -math.inf)
-        bias = bias if bias.ndim == 4 else bias[None]
+        key = self.scheme, self.window, block
+        share = self.shared is not None and block is not None and not self.scheme.bias_sees_queries
+        if share and key in self.shared:
+            bias = self.shared[key]
+        else:
+            hidden = key_positions > positions[:, None]
+            if self.window is not None:
+                hidden = hidden | (key_positions <= positions[:, None] - self.window)
+            scheme = self.scheme
+            bias = scheme.bias(q, positions, key_positions) if scheme.biased else q.new_zeros((1, *hidden.shape))
+            bias = bias.to(q.dtype).masked_fill(hidden, -math.inf)
+            bias = bias if bias.ndim == 4 else bias[None]
+            if share:
+                self.shared[key] = bias
         if self.sinks is None:
             return bias
         sinks = self.sinks.to(q.dtype)[None, :, None, None].expand(len(bias), -1, len(positions), 1)
         return torch.cat((sinks, bias.expand(-1, q.shape[1], -1, -1)), dim=-1)
 
 
-def attention_weights(q: Tensor, k: Tensor, view: View, positions: Tensor, key_positions: Tensor) -> Tensor:
+def attention_weights(
+    q: Tensor, k: Tensor, view: View, positions: Tensor, key_positions: Tensor, block: int | None = None
+) -> Tensor:
     """softmax(q kᵀ / √head_dim + bias), (B, H, Tq, Tk), 0 at keys not seen. q and k as rotated, with as many heads."""
     scores = (q / math.sqrt(q.shape[-1])) @ k.mT
     if view.sinks is not None:
         scores = F.pad(scores, (1, 0))
-    weights = (scores + view.bias(q, positions, key_positions)).softmax(dim=-1)
+    weights = (scores + view.bias(q, positions, key_positions, block)).softmax(dim=-1)
     return weights if view.sinks is None else weights[..., 1:]
 
 
@@ -57,9 +68,9 @@ def softmax_attention(
 ) -> Tensor:
     """softmax(q kᵀ / √head_dim + bias) v, (B, H, Tq, head_dim).
 
-    A bias goes in blocks of queries, each with the keys it sees, so that no whole bias (H, Tq, Tk) exists at once.
+    A bias goes in blocks of queries, each with the keys it sees, so that no large bias (H, Tq, Tk) exists whole.
     """
-    scheme, window, sinks = view
+    scheme, window, sinks, _ = view
     H, Tq, Tk, grouped = q.shape[1], q.shape[2], k.shape[2], q.shape[1] != k.shape[1]
     # In bfloat16 a CPU trains three times as fast on plain products as on the fused kernel. Measurements keep the
     # kernel, which rounds the scores once less.
@@ -80,12 +91,13 @@ def softmax_attention(
         seen = slice(max(0, past + 1 - window) if window else 0, past + min(rows, Tq - start))
         part, keys, values = q[:, :, block], k[:, :, seen], v[:, :, seen]
         at = view, positions[block], key_positions[seen]
+        share = start if H * Tq * Tk <= BLOCK else None
         if plain:
-            weights = F.dropout(attention_weights(part, keys, *at).to(v.dtype), dropout)
+            weights = F.dropout(attention_weights(part, keys, *at, share).to(v.dtype), dropout)
             output = weights @ values
             outputs.append(output + scheme.values(weights, *at[1:]) if scheme.weighs_values else output)
         else:
-            bias = view.bias(part, *at[1:])
+            bias = view.bias(part, *at[1:], share)
             if sinks is not None:
                 keys, values = (F.pad(x, (0, 0, 1, 0)) for x in (keys, values))
             outputs.append(F.scaled_dot_product_attention(part, keys, values, bias, dropout, enable_gqa=grouped))

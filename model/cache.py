@@ -25,8 +25,12 @@ class Cache:
         self.batch_size, self.max_length, self.scaling_length = batch_size, max_length, scaling_length
         self.tokens = torch.zeros((batch_size, max_length), dtype=torch.int64, device=device)
         self.length, self.frequencies = 0, None
-        self.keys = self.values = None  # (n_layer, B, n_kv_head, max_length, head_dim), of softmax attention
         self.states: dict[int, tuple[Tensor, Tensor]] = {}  # of linear attention, by layer
+
+    def allocate(self, room: Tensor) -> None:
+        """room: zeros (2, n_layer, B, n_kv_head, max_length, head_dim), for keys and values of softmax attention."""
+        self.keys, self.values = room
+        self.by_layer = list(zip(*room.unbind(), strict=True))
 
     def pending(self, tokens: Tensor, frequencies: Hashable) -> tuple[Tensor, int]:
         """The tokens to pass and the position of the first: the new ones, or all where the frequencies are others.
@@ -46,9 +50,11 @@ class Cache:
 
     def append(self, layer: int, start: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Write a layer's keys and values (B, n_kv_head, T, head_dim) from `start` on; all of them so far, as views."""
+        keys, values = self.by_layer[layer]
         end = start + k.shape[2]
-        self.keys[layer, :, :, start:end], self.values[layer, :, :, start:end] = k, v
-        return self.keys[layer, :, :, :end], self.values[layer, :, :, :end]
+        keys[:, :, start:end] = k
+        values[:, :, start:end] = v
+        return keys[:, :, :end], values[:, :, :end]
 
     def advance(self, tokens: Tensor, start: int, frequencies: Hashable) -> None:
         """Count passed tokens as held, after every layer has done its part."""

@@ -30,6 +30,7 @@ class Pass(NamedTuple):
     key_positions: Tensor  # int64 (Tk,), of all tokens so far
     rotate: Callable[[Tensor], Tensor]  # queries or keys (B, H, T, head_dim) -> the same, turned by their positions
     cache: Cache | None
+    shared: dict  # biases that layers share
 
 
 class Attention(nn.Module):
@@ -79,7 +80,7 @@ class Attention(nn.Module):
 
     def view(self, p: Pass) -> View:
         """What this layer's queries see."""
-        return View(NOPE if self.nope else p.scheme, self.window, self.sinks)
+        return View(NOPE if self.nope else p.scheme, self.window, self.sinks, p.shared)
 
 
 class MLP(nn.Module):
@@ -174,7 +175,7 @@ class GPT(nn.Module):
             if positions is None:
                 positions = torch.arange(start, end, device=tokens.device)
             key_positions = positions if cache is None else torch.arange(end, device=tokens.device)
-            p = Pass(self.pos, positions, key_positions, self.pos.rotation(positions, length), cache)
+            p = Pass(self.pos, positions, key_positions, self.pos.rotation(positions, length), cache, {})
             x = F.dropout(self.pos.embed(self.embedding(passed), positions), self.config.dropout, self.training)
             for block in self.blocks:
                 x = block(x, p)
@@ -216,7 +217,7 @@ class GPT(nn.Module):
             autocast = torch.is_autocast_enabled(weight.device.type) and weight.dtype == torch.float32
             dtype = torch.get_autocast_dtype(weight.device.type) if autocast else weight.dtype
             shape = (c.n_layer, batch_size, c.n_kv_head, max_length, c.head_dim)
-            cache.keys, cache.values = (torch.zeros(shape, dtype=dtype, device=weight.device) for _ in range(2))
+            cache.allocate(torch.zeros((2, *shape), dtype=dtype, device=weight.device))
         return cache
 
     @torch.inference_mode()

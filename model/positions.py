@@ -32,6 +32,7 @@ class PositionScheme(nn.Module):
 
     max_length: int | None = None  # positions 0 to max_length - 1 exist; None: no limit
     rotates = biased = weighs_values = False  # whether the hooks `rotation`, `bias` and `values` are in use
+    bias_sees_queries = False  # else `bias` is the same in all layers, which share it
 
     def __init_subclass__(cls) -> None:
         cls.biased = any(getattr(cls, hook) is not getattr(PositionScheme, hook) for hook in ("bias", "by_distance"))
@@ -145,7 +146,8 @@ class RotaryPositions(PositionScheme):
         inv_freq, attention_scale = plain_frequencies(self.rotary_dim, self.base, device), 1.0
         if self.scaling is not None:
             inv_freq, attention_scale = scaled(inv_freq, self.base, self.scaling, self.train_length, length)
-        inv_freq[self.turning :] = 0
+        if self.turning < len(inv_freq):
+            inv_freq[self.turning :] = 0
         return inv_freq, attention_scale
 
     def rotation(self, positions: Tensor, length: int) -> Callable[[Tensor], Tensor]:
@@ -249,6 +251,8 @@ class ShawRelative(PositionScheme):
     One pair of tables for all heads and layers. Queries and weights meet the max_distance + 1 vectors of a table, never
     a (Tq, Tk, head_dim) tensor of them (section 3.3).
     """
+
+    bias_sees_queries = True
 
     def __init__(self, config, *, max_distance: int = 16):
         super().__init__(config)

@@ -52,7 +52,8 @@ def rotary_tables(positions: Tensor, inv_freq: Tensor, attention_scale: float = 
     """
     inv_freq = inv_freq.to(torch.promote_types(inv_freq.dtype, torch.float32))
     angles = positions[:, None] * inv_freq.to(positions.device)
-    return angles.cos() * attention_scale, angles.sin() * attention_scale
+    cos, sin = angles.cos(), angles.sin()
+    return (cos, sin) if attention_scale == 1 else (cos * attention_scale, sin * attention_scale)
 
 
 def build_rotation(cos: Tensor, sin: Tensor, layout: str) -> Callable[[Tensor], Tensor]:
@@ -63,24 +64,24 @@ def build_rotation(cos: Tensor, sin: Tensor, layout: str) -> Callable[[Tensor], 
     """
     if layout not in LAYOUTS:
         raise ValueError(f"layout={layout!r}: known layouts are {', '.join(LAYOUTS)}")
-    planes, interleaved = cos.shape[-1], layout == "interleaved"
+    width, interleaved = 2 * cos.shape[-1], layout == "interleaved"
     if not interleaved:
         cos, sin = torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
     tables: dict[torch.dtype, tuple[Tensor, Tensor]] = {}  # one conversion a pass, not one a layer
 
     def rotate(x: Tensor) -> Tensor:
+        if x.shape[-1] > width:
+            return torch.cat((rotate(x[..., :width]), x[..., width:]), dim=-1)
         wide = torch.promote_types(x.dtype, torch.float32)
         if wide not in tables:
             tables[wide] = cos.to(wide), sin.to(wide)
-        c, s = tables[wide]
-        turned, rest = x.to(wide)[..., : 2 * planes], x[..., 2 * planes :]
+        (c, s), turned = tables[wide], x.to(wide)
         if interleaved:
             a, b = turned[..., 0::2], turned[..., 1::2]
             turned = torch.stack((a * c - b * s, b * c + a * s), dim=-1).flatten(-2)
         else:
-            turned = turned * c + turned.roll(planes, dims=-1) * s  # the roll exchanges the halves
-        turned = turned.to(x.dtype)
-        return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned
+            turned = turned * c + turned.roll(width // 2, dims=-1) * s  # the roll exchanges the halves
+        return turned.to(x.dtype)
 
     return rotate
 

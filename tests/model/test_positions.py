@@ -97,6 +97,20 @@ def test_hooks_keep_shapes(pos):
         assert model.pos.values(torch.rand(2, 4, 5, 8).double(), positions, torch.arange(8)).shape == heads.shape
 
 
+@pytest.mark.parametrize("pos", [pos for pos in ALL_SCHEMES if SCHEMES[pos["name"]].biased], ids=scheme_id)
+def test_layers_share_a_bias_exactly_where_it_does_not_see_the_queries(pos):
+    model = small_model(pos, n_layer=3)
+    biases = [
+        model.pos.bias(torch.randn(2, model.config.n_head, 5, model.config.head_dim).double(), *places)
+        for places in [(torch.arange(7, 12), torch.arange(12))] * 2
+    ]
+    assert torch.equal(*biases) != model.pos.bias_sees_queries
+    called = []
+    model.pos.bias = lambda *inputs, bias=model.pos.bias: called.append(0) or bias(*inputs)
+    model(random_tokens(model, 2, 9))
+    assert len(called) == (3 if model.pos.bias_sees_queries else 1)
+
+
 def test_learned_positions_end_with_their_table():
     model = small_model({"name": "learned"}, train_length=32)
     assert model.pos.table.shape == (32, 64)
