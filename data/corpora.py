@@ -11,7 +11,6 @@ import re
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -135,8 +134,8 @@ def _read_file(file: Path, column: str) -> Iterator[Iterable[str]]:
     else:
         from datasets import IterableDataset  # here, since it takes seconds and stdlib and text files need none of it
 
-        read = IterableDataset.from_parquet if file.suffix == ".parquet" else IterableDataset.from_json
-        yield from ([text] for text in _read_rows(partial(read, glob.escape(str(file))), column, name))
+        load = IterableDataset.from_parquet if file.suffix == ".parquet" else IterableDataset.from_json
+        yield from ([text] for text in _read_rows(lambda: load(glob.escape(str(file))), column, name))
 
 
 def _read_text(file: Path, name: str) -> Iterator[str]:
@@ -149,10 +148,10 @@ def _read_text(file: Path, name: str) -> Iterator[str]:
 def _read_hub(config: DataConfig, split: str) -> Iterator[str]:
     from datasets import load_dataset
 
-    load = partial(load_dataset, config.path, config.subset, revision=config.revision, streaming=config.streaming)
+    options = {"revision": config.revision, "split": split, "streaming": config.streaming}
     name = f"data={config.name}: could not read {config.path} from the Hugging Face hub"
     advice = "; check data.path, data.subset, data.column and data.train_split. data=stdlib needs no network"
-    return _read_rows(partial(load, split=split), config.column, name, advice)
+    return _read_rows(lambda: load_dataset(config.path, config.subset, **options), config.column, name, advice)
 
 
 def _read_rows(load: Callable[[], Iterable[dict]], column: str, name: str, advice: str = "") -> Iterator[str]:
@@ -172,7 +171,7 @@ def _named(name: str, advice: str = "") -> Iterator[None]:
         raise ValueError(f"{name} ({error}){advice}") from error
 
 
-_TITLE = re.compile(r" = [^=].*[^=] = \n?| = [^=] = \n?")
+_TITLE = re.compile(r" = [^=](.*[^=])? = \n?")
 
 
 def _articles(lines: Iterable[str]) -> Iterator[str]:

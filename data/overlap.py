@@ -64,7 +64,7 @@ def group_duplicates(path: Path, sizes: Sequence[int]) -> np.ndarray:
             hashes = np.concatenate((sketch, hash_pieces(block)))
             sketch = np.unique(np.partition(hashes, most)[:most] if len(hashes) > most else hashes)
         sketches.append(sketch)
-    counts = np.array([len(sketch) for sketch in sketches])
+    counts = np.array(list(map(len, sketches)))
     hashes, owners = np.concatenate(sketches), np.repeat(np.arange(len(sizes)), counts)
     order = np.lexsort((np.array(sizes)[owners], hashes))  # of a piece that many have, the smallest documents first
     owners, pieces = owners[order], Pieces(hashes[order])
@@ -98,14 +98,13 @@ def measure_overlap(path: Path, sizes: Sequence[int], splits: Sequence[str]) -> 
         found = (block for i, blocks in read_documents(path, sizes) for block in blocks if splits[i] == split)
         return islice(found, 0, None, -(-total[split] // most))
 
-    val, read = list(read_split("val", VAL_MOST)), 0
-    hashes = [hash_pieces(block) for block in val]
-    distinct, place = np.unique(np.concatenate(hashes), return_inverse=True)
-    pieces, shared = Pieces(distinct), np.zeros(len(distinct) + 1, dtype=bool)
+    val = list(read_split("val", VAL_MOST))
+    pieces = Pieces(np.unique(np.concatenate([hash_pieces(block) for block in val])))
+    shared, read, covered = np.zeros(len(pieces.hashes), dtype=bool), 0, 0
     for block in read_split("train", TRAIN_MOST):
         shared[pieces.find(block)] = True
         read += len(block)
-    covered = 0
-    for block, begins in zip(val, np.split(shared[place], np.cumsum([len(one) for one in hashes])[:-1]), strict=True):
+    for block in val:
+        begins = shared[np.searchsorted(pieces.hashes, hash_pieces(block))]
         covered += np.count_nonzero(np.convolve(begins, np.ones(PIECE))[: len(block)])
     return {"val_covered": float(covered / sum(map(len, val))), "val_covered_of_train": read / total["train"]}

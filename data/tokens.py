@@ -6,7 +6,6 @@ filled under a temporary name and renamed.
 """
 
 import codecs
-import contextlib
 import hashlib
 import json
 import os
@@ -92,8 +91,9 @@ def prepare(config: DataConfig, tokenizer: Tokenizer, say: Callable[[str], None]
 
 def open_tokens(folder: Path, tokenizer: Tokenizer) -> TokenFiles:
     """Map a folder's files. ValueError, naming the folder, if one is damaged."""
+    arrays = []
     try:
-        meta, arrays = json.loads((folder / "tokens.json").read_text(encoding="utf-8")), []
+        meta = json.loads((folder / "tokens.json").read_text(encoding="utf-8"))
         for split in SPLITS:
             ids = np.memmap(folder / f"{split}.bin", np.min_scalar_type(tokenizer.vocab_size - 1), mode="r")
             offsets = np.memmap(folder / f"{split}.offsets", np.int64, mode="r")
@@ -127,23 +127,22 @@ def _fill(folder: Path, meta: dict, config: DataConfig, tokenizer: Tokenizer, sa
 
 def _write_ids(folder: Path, blocks: Iterable[tuple[str, np.ndarray]], tokenizer: Tokenizer) -> dict:
     """Write blocks of ids, each with its split, and where documents begin: after the end of another."""
-    lengths, begins = dict.fromkeys(SPLITS, 0), {split: array("q") for split in SPLITS}
-    with contextlib.ExitStack() as stack:
-        files = {split: stack.enter_context(open(folder / f"{split}.bin", "wb")) for split in SPLITS}
-        bar = stack.enter_context(tqdm(unit=" tokens", unit_scale=True, leave=False, disable=None))
-        for split, ids in blocks:
-            files[split].write(ids.astype(np.min_scalar_type(tokenizer.vocab_size - 1)))
-            begins[split].extend((np.flatnonzero(ids == tokenizer.end_of_document) + lengths[split] + 1).tolist())
-            lengths[split] += len(ids)
-            bar.update(len(ids))
-    documents = {}
+    begins, tokens, documents = {split: array("q") for split in SPLITS}, dict.fromkeys(SPLITS, 0), {}
+    with (
+        open(folder / "train.bin", "wb") as train,
+        open(folder / "val.bin", "wb") as val,
+        tqdm(blocks, unit=" blocks", unit_scale=True, leave=False, disable=None) as progress,
+    ):
+        for split, ids in progress:
+            (train if split == "train" else val).write(ids.astype(np.min_scalar_type(tokenizer.vocab_size - 1)))
+            begins[split].extend((np.flatnonzero(ids == tokenizer.end_of_document) + tokens[split] + 1).tolist())
+            tokens[split] += len(ids)
     for split in SPLITS:
         inner = np.array(begins[split])
-        inner = inner[(inner > 1) & (inner < lengths[split])]  # an end that stands first, as in llm.c's, ends nothing
-        offsets = np.concatenate(([0], inner, [lengths[split]]), dtype=np.int64)
-        offsets.tofile(folder / f"{split}.offsets")
-        documents[split] = len(offsets) - 1
-    return {"vocab_size": tokenizer.vocab_size, "tokens": lengths, "documents": documents}
+        inner = inner[(inner > 1) & (inner < tokens[split])]  # an end that stands first, as in llm.c's, ends nothing
+        np.concatenate(([0], inner, [tokens[split]]), dtype=np.int64).tofile(folder / f"{split}.offsets")
+        documents[split] = len(inner) + 1
+    return {"vocab_size": tokenizer.vocab_size, "tokens": tokens, "documents": documents}
 
 
 def _encode(spool: Path, pieces: list[Piece], tokenizer: Tokenizer) -> Iterator[tuple[str, np.ndarray]]:

@@ -3,6 +3,7 @@
 import gzip
 import importlib
 import random
+import subprocess
 import sys
 import sysconfig
 from pathlib import Path
@@ -32,6 +33,17 @@ def test_stdlib_is_the_standard_library_in_the_order_of_names():
     expected = {path.as_posix(): (root / path).read_text("utf-8") for path in found if not left_out & {*path.parts}}
     assert len(expected) > 300  # CPython has some 700
     assert texts(DataConfig("stdlib", "stdlib")) == [expected[name] for name in sorted(expected)]
+
+
+def test_text_is_read_without_the_seconds_that_datasets_takes(tmp_path):
+    path = write(tmp_path / "a.txt.gz", gzip.compress(b"one"))
+    source = """if True:
+        import sys
+        from tests.data.toys import DataConfig, files, texts
+        assert texts(files(sys.argv[1])) == ["one"] and texts(DataConfig("stdlib", "stdlib"))
+        assert "datasets" not in sys.modules
+    """
+    subprocess.run([sys.executable, "-c", source, path], check=True, cwd=Path(__file__).parents[2])
 
 
 @pytest.mark.parametrize("packed", PACKERS)

@@ -12,13 +12,6 @@ from data.corpora import documents
 from tests.data.toys import texts
 
 
-@pytest.fixture(autouse=True)
-def _stay_here(monkeypatch, tmp_path):
-    # otherwise `datasets` leaves lock files in the home directory and asks the network to count each use
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "datasets"))
-    monkeypatch.setattr(datasets.config, "HF_UPDATE_DOWNLOAD_COUNTS", False)
-
-
 class Hub:
     """Stands in for `datasets.load_dataset`: splits of rows, and a record of what was asked."""
 
