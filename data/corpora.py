@@ -1,7 +1,7 @@
 """Corpora: where documents come from.
 
-A document is (split, blocks): split is "train" or "val" where the publisher has split the corpus, else None; blocks are
-its text, in order. A row is one block. A text file is read in blocks, since it may be larger than the memory.
+A document is (split, blocks): "train" or "val" where the publisher has split the corpus, else None; and its text, in
+blocks, since a text file may be larger than the memory. A row is one block.
 """
 
 import contextlib
@@ -92,15 +92,15 @@ def documents(config: DataConfig) -> Iterator[tuple[str | None, Iterable[str]]]:
 
     ValueError, naming the corpus or file, where one cannot be read; of a text file when its blocks are.
     """
-    if config.kind != "hub":
-        found = (document for file in files_of(config) for document in _read_file(file, config.column))
+    if config.kind == "hub":
+        splits = {"train": config.train_split, "val": config.val_split}
+        for label, split in splits.items() if config.val_split else [(None, config.train_split)]:
+            texts = _read_hub(config, split)
+            found = _articles(texts) if config.articles else texts
+            yield from ((label, [text]) for text in islice(found, config.max_documents))
+    else:
+        found = (blocks for file in files_of(config) for blocks in _read_file(file, config.column))
         yield from ((None, blocks) for blocks in islice(found, config.max_documents))
-        return
-    splits = {"train": config.train_split, "val": config.val_split} if config.val_split else {None: config.train_split}
-    for label, split in splits.items():
-        texts = _read_hub(config, split)
-        found = _articles(texts) if config.articles else texts
-        yield from ((label, [text]) for text in islice(found, config.max_documents))
 
 
 def files_of(config: DataConfig) -> list[Path]:
@@ -120,10 +120,10 @@ def files_of(config: DataConfig) -> list[Path]:
         files = [Path(name).absolute() for name in names if os.path.isfile(name)]
         if not files:
             raise ValueError(f"data.path={pattern!r}: no file matches it; for a folder give a glob, '<folder>/*.txt'")
+        for file in files:
+            if not file.name.endswith(endings):
+                raise ValueError(f"data.path: {file} is none of {', '.join(endings)}")
         found += files
-    for file in found:
-        if not file.name.endswith(endings):
-            raise ValueError(f"data.path: {file} is none of {', '.join(endings)}")
     return list(dict.fromkeys(found))
 
 
@@ -176,11 +176,10 @@ _TITLE = re.compile(r" = [^=](.*[^=])? = \n?")
 
 def _articles(lines: Iterable[str]) -> Iterator[str]:
     """WikiText's rows, which are lines, joined to articles. A title has one `=` a side, its sections have more."""
-    article: list[str] = []
+    article = ""
     for line in lines:
-        if _TITLE.fullmatch(line) and article:
-            yield "".join(article)
-            article = []
-        article.append(line)
-    if article:
-        yield "".join(article)
+        if article and _TITLE.fullmatch(line):
+            yield article
+            article = ""
+        article += line
+    yield article

@@ -63,11 +63,11 @@ def _write_text(path: Path, config: DataConfig) -> tuple[list[str | None], np.nd
                 blank = blank and not block.strip()
             if blank:
                 file.seek(begin)
-                file.truncate()
-            else:
-                labels.append(label)
-                sizes.append(file.tell() - begin)
-                digests.append(digest.digest())
+                continue
+            labels.append(label)
+            sizes.append(file.tell() - begin)
+            digests.append(digest.digest())
+        file.truncate()
     return labels, np.array(sizes), np.array(digests, dtype=object)
 
 

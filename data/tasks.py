@@ -61,9 +61,8 @@ def addition(rng: Generator, length: int, symbols: int) -> String:
 
 
 def mqar(rng: Generator, length: int, symbols: int) -> String:
-    """A pair of a key and its value for every eight tokens; then, in random order among blanks (symbol 0), each key
-    again with its value as the target. length counts all but the begin.
-    """
+    """A pair of a key and its value for every eight tokens; then each again, in random order among blanks (symbol 0),
+    its value a target. length counts all but the begin."""
     pairs = max(1, length // 8)
     keys, values = 1 + rng.permutation(KEYS)[:pairs], 1 + KEYS + rng.integers(VALUES, size=pairs)
     again = SYMBOL + np.stack((keys, values), axis=1)
@@ -111,8 +110,8 @@ TASKS = {
 class Task:
     """A task's settings and its strings. ValueError, naming the setting, for what is wrong.
 
-    Training lengths are uniform up to `train_max`; `strings` test strings are uniform in each [lowest, highest] of
-    `test`. `random_offset`: a training step begins at a random position, so its positions cover those of the tests.
+    Lengths are uniform up to `train_max`, and in each [lowest, highest] of `test`, for which there are `strings` each.
+    `random_offset`: a training step begins at a random position, so that its positions cover those of the tests.
     `stop_at`: the exact match in the first range at which training ends.
     """
 

@@ -33,10 +33,7 @@ BLOCK = 1 << 20  # bytes of text read at once
 
 @dataclass(frozen=True)
 class TokenFiles:
-    """An opened folder. `train` and `val` are 1-D memory maps of ids; each document ends with its end token.
-
-    The last document of ids made elsewhere may lack its end.
-    """
+    """An opened folder. `train` and `val` are 1-D memory maps of ids. Documents of text end with their end token."""
 
     folder: Path
     meta: dict
@@ -52,18 +49,15 @@ class TokenFiles:
 
     @property
     def summary(self) -> str:
-        tokens, documents = self.meta["tokens"], self.meta["documents"]
-        return (
-            f"{self.meta['corpus']}: {tokens['train']:,} training and {tokens['val']:,} validation tokens in "
-            f"{documents['train']} and {documents['val']} documents, fingerprint {self.fingerprint}"
-        )
+        tokens = f"{len(self.train):,} training and {len(self.val):,} validation tokens"
+        documents = f"{len(self.train_offsets) - 1} and {len(self.val_offsets) - 1} documents"
+        return f"{self.meta['corpus']}: {tokens} in {documents}, fingerprint {self.fingerprint}"
 
 
 def prepare(config: DataConfig, tokenizer: Tokenizer, say: Callable[[str], None] = print) -> TokenFiles:
     """The corpus' token files, made anew where a setting or the size or time of a file of the corpus has changed.
 
-    ValueError where the corpus cannot be read or split, OSError where the files cannot be written. Of two processes at
-    once, the first to finish is kept.
+    ValueError where the corpus cannot be read or split, OSError where the files cannot be written.
     """
     settings = {key: value for key, value in asdict(config).items() if key not in ("name", "cache", "streaming")}
     stats = [(path, path.stat()) for path in files_of(config)] if config.kind != "hub" else []
@@ -108,16 +102,16 @@ def open_tokens(folder: Path, tokenizer: Tokenizer) -> TokenFiles:
 def _fill(folder: Path, meta: dict, config: DataConfig, tokenizer: Tokenizer, say: Callable[[str], None]) -> None:
     """Make a folder of token files. `meta`: what is known of them so far."""
     folder.mkdir()
-    content = hashlib.sha256()
     if config.kind == "bin":
         meta |= _write_ids(folder, read_ids(config, tokenizer), tokenizer)
+        content = hashlib.sha256()
         for split in SPLITS:
             content.update(split.encode())
             content.update(np.memmap(folder / f"{split}.bin", mode="r"))
     else:
         spool = folder.with_name("spool.txt")  # the split depends on all documents, so the text waits here
         pieces = split_corpus(spool, config, say)
-        content.update(b"".join(repr(piece).encode() for piece in pieces))
+        content = hashlib.sha256("".join(map(repr, pieces)).encode())
         meta |= _write_ids(folder, _encode(spool, pieces, tokenizer), tokenizer)
         meta |= measure_overlap(spool, [piece[1] for piece in pieces], [piece[0] for piece in pieces])
         say(f"{meta['val_covered']:.1%} of the validation text lies in 32-byte pieces of the training text")
@@ -158,10 +152,10 @@ def _parts(spool: Path, pieces: list[Piece]) -> Iterator[tuple[str, str | None]]
     """The text of the pieces in parts, each with its split; None after each piece."""
     with open(spool, "rb") as file:
         for split, size, _ in pieces:
-            if split is None:
-                file.seek(size, os.SEEK_CUR)
-                continue
             decode = codecs.getincrementaldecoder("utf-8")().decode
             blocks = (decode(file.read(min(BLOCK, left))) for left in range(size, 0, -BLOCK))
-            yield from ((split, part) for part in parts(blocks))
-            yield split, None
+            if split is None:
+                file.seek(size, os.SEEK_CUR)
+            else:
+                yield from ((split, part) for part in parts(blocks))
+                yield split, None
