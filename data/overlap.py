@@ -12,7 +12,6 @@ import numpy as np
 
 PIECE = 32  # bytes
 BLOCK = 1 << 16  # bytes hashed at once: few enough to stay in a processor's cache
-SAMPLES, LEAST, MOST = 1 << 21, 16, 1024  # hashes kept of a whole corpus, if possible; of each document
 OWNERS = 256  # documents compared for a piece that many of them have
 VAL_MOST, TRAIN_MOST = 1 << 23, 1 << 30  # bytes of each split that `measure_overlap` reads
 
@@ -23,37 +22,32 @@ _FACTORS = _rng.integers(2**63, size=6, dtype=np.uint64) * 2 + 1
 
 def hash_pieces(text: np.ndarray) -> np.ndarray:
     """A hash of each piece of a text, uint64 (n - 31,) of uint8 (n,); texts below 32 bytes are filled up with zeros."""
-    if len(text) < PIECE:
-        text = np.pad(text, (0, PIECE - len(text)))
-    hashes = _BYTES[text]
+    hashes = _BYTES[np.pad(text, (0, max(0, PIECE - len(text))))]
     for factor, width in zip(_FACTORS, (1, 2, 4, 8, 16), strict=False):  # of 2, 4, 8, 16, 32 bytes
-        longer = hashes[:-width] * factor
-        longer += hashes[width:]
-        hashes = longer
-    hashes ^= hashes >> np.uint64(32)
-    return hashes * _FACTORS[5]
+        hashes = hashes[:-width] * factor + hashes[width:]
+    return (hashes ^ hashes >> np.uint64(32)) * _FACTORS[5]
 
 
 class Pieces:
-    """A set of hashes, sorted, each as often as it is given; `find` gives where those of a text begin in it."""
+    """A sorted array of hashes; `find` gives the places of those of a text, of equal ones the first."""
 
     def __init__(self, hashes: np.ndarray):
         self.hashes = np.append(hashes, np.uint64(2**64 - 1))
         self._maybe = np.zeros(1 << 24, dtype=bool)  # by the first 24 bits: most hashes need no search
         self._maybe[hashes >> np.uint64(40)] = True
 
-    def find(self, hashes: np.ndarray) -> np.ndarray:
+    def find(self, text: np.ndarray) -> np.ndarray:
+        hashes = hash_pieces(text)
         hashes = np.sort(hashes[self._maybe[hashes >> np.uint64(40)]])  # in order, searches are faster
         places = np.searchsorted(self.hashes, hashes)
         return places[self.hashes[places] == hashes]
 
 
-def read_blocks(path: Path, sizes: Sequence[int]) -> Iterator[tuple[int, np.ndarray]]:
-    """The blocks of documents of these sizes in bytes, which follow each other in a file: (document, uint8 (n,))."""
+def read_documents(path: Path, sizes: Sequence[int]) -> Iterator[tuple[int, Iterator[np.ndarray]]]:
+    """Documents of these sizes in bytes, which follow each other in a file, each with its blocks, uint8 (n,)."""
     with open(path, "rb") as file:
         for document, size in enumerate(sizes):
-            for begin in range(0, size, BLOCK):
-                yield document, np.frombuffer(file.read(min(BLOCK, size - begin)), np.uint8)
+            yield document, (np.frombuffer(file.read(min(BLOCK, left)), np.uint8) for left in range(size, 0, -BLOCK))
 
 
 def group_duplicates(path: Path, sizes: Sequence[int]) -> np.ndarray:
@@ -63,16 +57,15 @@ def group_duplicates(path: Path, sizes: Sequence[int]) -> np.ndarray:
     1997: containment). The share is measured on the up to 1,024 pieces of the one with the lowest hashes: exact below
     1 KB, a standard error of 1.6 % above. More than 2,000 documents have fewer pieces each, but at least 16.
     """
-    most = min(max(LEAST, SAMPLES // len(sizes)), MOST)
-    sketches = [np.empty(0, dtype=np.uint64)] * len(sizes)
-    for document, block in read_blocks(path, sizes):
-        hashes = np.concatenate((sketches[document], hash_pieces(block)))
-        if len(hashes) > most:
-            hashes = np.partition(hashes, most)[:most]
-        sketches[document] = np.unique(hashes)
-    counts = np.array([len(sketch) for sketch in sketches])
+    most, sketches = min(max(16, 2**21 // len(sizes)), 1024), []
+    for _, blocks in read_documents(path, sizes):
+        sketch = np.empty(0, dtype=np.uint64)
+        for block in blocks:
+            hashes = np.concatenate((sketch, hash_pieces(block)))
+            sketch = np.unique(np.partition(hashes, most)[:most] if len(hashes) > most else hashes)
+        sketches.append(sketch)
+    counts = np.array(list(map(len, sketches)))
     hashes, owners = np.concatenate(sketches), np.repeat(np.arange(len(sizes)), counts)
-    del sketches
     order = np.lexsort((np.array(sizes)[owners], hashes))  # of a piece that many have, the smallest documents first
     owners, pieces = owners[order], Pieces(hashes[order])
     group = np.arange(len(sizes))
@@ -82,23 +75,14 @@ def group_duplicates(path: Path, sizes: Sequence[int]) -> np.ndarray:
             group[document] = document = group[group[document]]
         return document
 
-    def join(document: int, places: np.ndarray) -> None:
-        shared = []
-        places = np.unique(places)
+    for document, blocks in read_documents(path, sizes):
+        places, shared = np.unique(np.concatenate([pieces.find(block) for block in blocks])), []
         while len(places) and len(shared) < OWNERS:
             shared.append(owners[places])
             places = places[pieces.hashes[places + 1] == pieces.hashes[places]] + 1
-        found, times = np.unique(np.concatenate(shared), return_counts=True)
-        for other in found[2 * times > counts[found]].tolist():
+        others, times = np.unique(np.concatenate(shared), return_counts=True)
+        for other in others[2 * times > counts[others]].tolist():
             group[root(other)] = root(document)
-
-    last, places = 0, []
-    for document, block in read_blocks(path, sizes):
-        if document != last:
-            join(last, np.concatenate(places))
-            last, places = document, []
-        places.append(pieces.find(hash_pieces(block)))
-    join(last, np.concatenate(places))
     return np.array([root(document) for document in range(len(sizes))])
 
 
@@ -110,20 +94,17 @@ def measure_overlap(path: Path, sizes: Sequence[int], splits: Sequence[str]) -> 
     """
     total = {split: sum(size for size, one in zip(sizes, splits, strict=True) if one == split) for split in set(splits)}
 
-    def blocks(split: str, most: int) -> Iterator[np.ndarray]:
-        found = (block for document, block in read_blocks(path, sizes) if splits[document] == split)
+    def read_split(split: str, most: int) -> Iterator[np.ndarray]:
+        found = (block for i, blocks in read_documents(path, sizes) for block in blocks if splits[i] == split)
         return islice(found, 0, None, -(-total[split] // most))
 
-    val = list(blocks("val", VAL_MOST))
-    hashes = [hash_pieces(block) for block in val]
-    distinct, place = np.unique(np.concatenate(hashes), return_inverse=True)
-    pieces = Pieces(distinct)
-    shared = np.zeros(len(pieces.hashes), dtype=bool)
-    read = 0
-    for block in blocks("train", TRAIN_MOST):
-        shared[pieces.find(hash_pieces(block))] = True
+    val = list(read_split("val", VAL_MOST))
+    pieces = Pieces(np.unique(np.concatenate([hash_pieces(block) for block in val])))
+    shared, read, covered = np.zeros(len(pieces.hashes), dtype=bool), 0, 0
+    for block in read_split("train", TRAIN_MOST):
+        shared[pieces.find(block)] = True
         read += len(block)
-    covered = 0
-    for block, begins in zip(val, np.split(shared[place], np.cumsum([len(one) for one in hashes])[:-1]), strict=True):
+    for block in val:
+        begins = shared[np.searchsorted(pieces.hashes, hash_pieces(block))]
         covered += np.count_nonzero(np.convolve(begins, np.ones(PIECE))[: len(block)])
     return {"val_covered": float(covered / sum(map(len, val))), "val_covered_of_train": read / total["train"]}

@@ -1,8 +1,8 @@
 """Tasks with a right answer: strings drawn as a function of (seed, step), no file on disk.
 
-Formats are those of Huang et al. 2024, "A Formal Framework for Understanding Length Generalization in Transformers":
-begin, input, separator, answer, end; only the answer and the end are targets. `mqar` (Arora et al. 2023, "Zoology") has
-its answers inside the string, each after its query. A new task is one function and one line in TASKS.
+As in Huang et al. 2024, "A Formal Framework for Understanding Length Generalization in Transformers": begin, input,
+separator, answer, end; only the answer and the end are targets. `mqar` (Arora et al. 2023, "Zoology") has its answers
+inside the string, each after its query. A new task is one function and one line in TASKS.
 """
 
 import math
@@ -38,8 +38,9 @@ def repeat_copy(rng: Generator, length: int, symbols: int) -> String:
 
 def majority(rng: Generator, length: int, symbols: int) -> String:
     """Bits, whose number of ones is uniform; the bit that most of them are. No ties."""
-    while 2 * (ones := int(rng.integers(length + 1))) == length:
-        pass
+    ones = int(rng.integers(length + 1))
+    while 2 * ones == length:
+        ones = int(rng.integers(length + 1))
     return framed(rng.permutation(length) < ones, np.array([2 * ones > length]))
 
 
@@ -60,52 +61,48 @@ def addition(rng: Generator, length: int, symbols: int) -> String:
 
 
 def mqar(rng: Generator, length: int, symbols: int) -> String:
-    """Pairs of a key and its value, one for every eight tokens; then, in random order among blanks (symbol 0), each key
-    once more with its value as the target. length counts all but the begin.
-    """
+    """A pair of a key and its value for every eight tokens; then each again, in random order among blanks (symbol 0),
+    its value a target. length counts all but the begin."""
     pairs = max(1, length // 8)
     keys, values = 1 + rng.permutation(KEYS)[:pairs], 1 + KEYS + rng.integers(VALUES, size=pairs)
-    ids = [BEGIN, *(SYMBOL + np.stack((keys, values), axis=1).ravel()).tolist()]
-    targets = [False] * len(ids)
+    again = SYMBOL + np.stack((keys, values), axis=1)
+    ids, targets = [BEGIN, *again.ravel().tolist()], [False] * (1 + 2 * pairs)
     for place in rng.permutation(length - 3 * pairs):  # a place is a blank, or one of the pairs again
-        query = place < pairs
-        ids += [SYMBOL + int(keys[place]), SYMBOL + int(values[place])] if query else [SYMBOL]
-        targets += [False, True] if query else [False]
+        ids += again[place].tolist() if place < pairs else [SYMBOL]
+        targets += [False, True] if place < pairs else [False]
     return ids, targets
 
 
-@dataclass(frozen=True)
-class Kind:
-    """A task: its function, how many ids a string has at most, and how many strings there are, by their length."""
-
-    draw: Callable[[Generator, int, int], String]
-    symbols: int | None  # None: as many as the longest length, as in the paper
-    size: Callable[[int], int] = lambda length: 2 * length + 3
-    count: Callable[[int, int], int] = lambda length, symbols: 2**length
-    shortest: int = 1
-
-
-def _distinct(answer: Callable[[np.ndarray], np.ndarray]) -> Kind:
-    """Distinct symbols; what `answer` makes of them."""
+def distinct(answer: Callable[[np.ndarray], np.ndarray]) -> Callable[[Generator, int, int], String]:
+    """The task of distinct symbols, and what `answer` makes of them."""
 
     def draw(rng: Generator, length: int, symbols: int) -> String:
         given = rng.permutation(symbols)[:length]
         return framed(given, answer(given))
 
-    return Kind(draw, None, count=lambda length, symbols: math.perm(symbols, length))
+    return draw
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A task: its function, how many symbols it has, how many ids a string at most, and how many strings there are."""
+
+    draw: Callable[[Generator, int, int], String]
+    symbols: int | None = None  # None: as many as the longest length, as in the paper
+    size: Callable[[int], int] = lambda length: 2 * length + 3
+    count: Callable[[int, int], int] = lambda length, symbols: math.perm(symbols, length)
+    shortest: int = 1
 
 
 TASKS = {
-    "copy": _distinct(lambda given: given),
-    "reverse": _distinct(lambda given: given[::-1]),
-    "sort": _distinct(np.sort),
-    "repeat_copy": Kind(repeat_copy, 2),
-    "majority": Kind(majority, 2, lambda length: length + 4),
-    "parity": Kind(parity, 4, lambda length: length + 4, shortest=0),
-    "addition": Kind(addition, 3, lambda length: 2 * length, lambda length, _: 2 ** (length - 4), shortest=4),
-    "mqar": Kind(
-        mqar, 1 + KEYS + VALUES, lambda length: length + 1, lambda length, _: (KEYS * VALUES) ** (length // 8), 4
-    ),
+    "copy": Kind(distinct(lambda given: given)),
+    "reverse": Kind(distinct(lambda given: given[::-1])),
+    "sort": Kind(distinct(np.sort)),
+    "repeat_copy": Kind(repeat_copy, 2, count=lambda n, _: 2**n),
+    "majority": Kind(majority, 2, lambda n: n + 4, lambda n, _: 2**n),
+    "parity": Kind(parity, 4, lambda n: n + 4, lambda n, _: 2**n, shortest=0),
+    "addition": Kind(addition, 3, lambda n: 2 * n, lambda n, _: 2 ** (n - 4), shortest=4),
+    "mqar": Kind(mqar, 1 + KEYS + VALUES, lambda n: n + 1, lambda n, _: (KEYS * VALUES) ** (n // 8), shortest=4),
 }
 
 
@@ -113,8 +110,8 @@ TASKS = {
 class Task:
     """A task's settings and its strings. ValueError, naming the setting, for what is wrong.
 
-    Training lengths are uniform up to `train_max`; `strings` test strings are uniform in each [lowest, highest] of
-    `test`. `random_offset`: a training step begins at a random position, so its positions cover those of the tests.
+    Lengths are uniform up to `train_max`, and in each [lowest, highest] of `test`, for which there are `strings` each.
+    `random_offset`: a training step begins at a random position, so that its positions cover those of the tests.
     `stop_at`: the exact match in the first range at which training ends.
     """
 
@@ -154,7 +151,7 @@ class Task:
         """Inputs and targets (-100: none) of a step, int64 (size / ranks, width), the same for any number of ranks."""
         rng, share = np.random.default_rng([0, seed, step]), size // ranks
         lengths = rng.integers(self.kind.shortest, self.train_max + 1, size=size)
-        strings = [self.draw(rng, int(length), test=False) for length in lengths]
+        strings = [self.draw(rng, length, test=False) for length in lengths.tolist()]
         return padded(strings[rank * share : (rank + 1) * share], self.width)
 
     def first_position(self, seed: int, step: int) -> int:
@@ -172,7 +169,7 @@ class Task:
         """The strings of a range, the same for every seed of a training."""
         rng = np.random.default_rng([1, low, high])
         lengths = rng.integers(max(low, self.kind.shortest), high + 1, size=self.strings)
-        return [self.draw(rng, int(length), test=True) for length in lengths]
+        return [self.draw(rng, length, test=True) for length in lengths.tolist()]
 
     def draw(self, rng: Generator, length: int, test: bool) -> String:
         """A string for training or for tests. Where there are many of its length, a hash decides which it is for."""

