@@ -11,6 +11,7 @@ import re
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -134,8 +135,10 @@ def _read_file(file: Path, column: str) -> Iterator[Iterable[str]]:
     else:
         from datasets import IterableDataset  # here, since it takes seconds and stdlib and text files need none of it
 
-        load = IterableDataset.from_parquet if file.suffix == ".parquet" else IterableDataset.from_json
-        yield from ([text] for text in _read_rows(lambda: load(glob.escape(str(file))), column, name))
+        path = glob.escape(str(file))
+        load = partial(IterableDataset.from_json, path, on_mixed_types=None)  # else one number puts all texts in quotes
+        load = partial(IterableDataset.from_parquet, path) if file.suffix == ".parquet" else load
+        yield from ([text] for text in _read_rows(load, column, name))
 
 
 def _read_text(file: Path, name: str) -> Iterator[str]:

@@ -88,6 +88,9 @@ def test_paths_hold_in_any_working_directory(tmp_path, monkeypatch):
     assert absolute(DataConfig("stdlib", "stdlib")).cache.startswith("~")
 
 
+LATE_NUMBER = b'{"text": "%s"}\n' % (b"a" * 500) * 30_000 + b'{"text": 5}'  # in a part of its own
+
+
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
@@ -97,7 +100,12 @@ def test_paths_hold_in_any_working_directory(tmp_path, monkeypatch):
         ("a.jsonl", b'{"text": "one"}\n{"text": "tw', r"a\.jsonl \(JSON parse error"),
         ("a.jsonl", b'{"text": "one"}\n\n[1]\n', r"a\.jsonl \("),
         ("a.jsonl", b'{"text": "one"}\n{"body": "b", "n": 1}', r"data\.column='text'.*columns are text, body, n"),
-        ("a.jsonl", b'{"text": "one"}\n{"text": 5}\n{"text": "two"}', r"data\.column='text': .* no text"),
+        (
+            "a.jsonl",
+            b'{"text": "one"}\n{"text": 5}\n{"text": "two"}',
+            r"a\.jsonl \(JSON parse error: .*string to number",
+        ),
+        pytest.param("a.jsonl", LATE_NUMBER, r"a\.jsonl \(JSON.*string to number", id="a late number"),
         ("a.jsonl", b'{"text": null}', r"data\.column='text': .* no text"),
         ("a.parquet", b"PAR1PAR1", r"could not read .*a\.parquet"),
     ],
