@@ -1,7 +1,7 @@
 """Length extrapolation: the loss of trained models at, and past, the length they were trained on.
 
 python eval.py                                                  the latest run
-python eval.py outputs/a outputs/b                              several, side by side; as runs=[outputs/a,outputs/b]
+python eval.py runs=[outputs/a,outputs/b]                       several, side by side
 python eval.py runs='outputs/*_seed?'                           all that match
 python eval.py 'prompt="def "' tokens=200                       text from the latest run, as it is decoded
 torchrun --nproc-per-node 2 eval.py                             the same numbers, by two processes
@@ -63,6 +63,11 @@ class Run:
     label: str = ""
     key: str = ""  # equal for seeds of one model
 
+    @property
+    def about(self) -> dict:
+        names = {"run": self.label, "folder": str(self.folder), "checkpoint": self.checkpoint.stem, "key": self.key}
+        return names | {"trained_on": self.origin["fingerprint"], "seed": self.settings.seed}
+
 
 def run_folders(config: DictConfig) -> list[Path]:
     """The folders that runs= names, patterns filled in, or the latest run."""
@@ -85,14 +90,13 @@ def open_run(folder: Path, step: int | None) -> Run:
     if step is not None and step not in of_step:
         raise FileNotFoundError(f"checkpoint={step}: {folder} has checkpoints of steps {', '.join(map(str, of_step))}")
     path = of_step.get(step) or latest_checkpoint(folder)
-    plain, config, vocab_size = OmegaConf.to_container(settings), read_config(path), vocab_size_of(settings)
-    described = {"vocab_size": vocab_size, "pos": plain["pos"], "scaling": plain["scaling"]}
+    plain, config = OmegaConf.to_container(settings), read_config(path)
+    described = {"vocab_size": vocab_size_of(settings), "pos": plain["pos"], "scaling": plain["scaling"]}
     expected = asdict(GPTConfig.from_dict(plain["model"], **described))
     for key, value in asdict(config).items():
         if value != expected[key]:
             raise ValueError(f"{folder}: config.yaml says {key}={expected[key]}, its checkpoint {value}")
-    ends_early = settings.task is not None and settings.task.stop_at is not None
-    if step is None and 0 < step_of(path) < settings.train.max_steps and not ends_early:  # 0: weights from elsewhere
+    if not settings.task and step is None and 0 < step_of(path) < settings.train.max_steps:  # 0: from elsewhere
         log.warning("%s: step %d of %d, not trained to its end", folder, step_of(path), settings.train.max_steps)
     tokenizer = None if settings.task else get_tokenizer(**settings.tokenizer)
     return Run(folder, settings, origin, path, config, tokenizer)
@@ -122,9 +126,8 @@ def plan_runs(config: DictConfig, opened: list[Run]) -> tuple[list[Run], list[st
     """Every run under every scaling that makes sense for it, and why others do not."""
     planned, skipped = [], []
     for run in opened:
-        model = seedless(OmegaConf.to_container(run.settings))
-        if run.text:
-            model = f"{run.checkpoint.stem} {run.text.about} {model}"
+        model = f"{run.checkpoint.stem} {run.text.about} " if run.text else ""
+        model += seedless(OmegaConf.to_container(run.settings))
         for scaling in scalings_of(config):
             label = " ".join([run.settings.name, *scaling_words(scaling)])
             stretched = scaling is not None and scaling["name"] != "none"
@@ -132,15 +135,15 @@ def plan_runs(config: DictConfig, opened: list[Run]) -> tuple[list[Run], list[st
                 skipped.append(f"{label}: pos={run.config.pos['name']} has no frequencies to scale")
                 continue
             gpt_config = run.config if scaling is None else replace(run.config, scaling=scaling)
-            if any(other.folder == run.folder and other.config == gpt_config for other in planned):
-                skipped.append(f"{label}: is measured already, under another name")
-                continue
             key = f"{model} {gpt_config.scaling}"
             if any((key, run.settings.seed) == (other.key, other.settings.seed) for other in planned):
-                key += f" {run.folder}"  # the same training twice is no second seed
+                key += f" {run.folder} {label}"  # the same training twice is no second seed
             planned.append(replace(run, config=gpt_config, scaling=scaling, label=label, key=key))
     if not planned:
         raise ValueError(f"scalings={list(config.scalings)}: none of them fits these runs ({'; '.join(skipped)})")
+    labels = labels_of([run.about for run in planned]).values()
+    if config.reference is not None and config.reference not in labels:
+        raise ValueError(f"reference={config.reference!r}: use one of {', '.join(labels)}")
     return planned, skipped
 
 
@@ -163,10 +166,8 @@ def measure_run(
 ) -> list[Measurement]:
     """A measurement a protocol; the first also has the probes that are asked for, which the first process makes."""
     model = load_weights(run.checkpoint, device, run.scaling)
-    about = {"run": run.label, "folder": str(run.folder), "checkpoint": run.checkpoint.stem, "precision": precision}
-    about |= {"trained_on": run.origin["fingerprint"], "seed": run.settings.seed, "key": run.key}
     with runs.autocast(device, precision):
-        found = measure(model, run.text, scoring, about, bar.update, ranks)
+        found = measure(model, run.text, scoring, run.about | {"precision": precision}, bar.update, ranks)
         for name in [name for name in PROBES if config[name] and ranks.first]:
             try:
                 found[0].probes[name] = PROBES[name](model, run.text.tokens, max(scoring.lengths))
@@ -188,12 +189,12 @@ def evaluate_runs(config: DictConfig, ranks: runs.Ranks = runs.Ranks()) -> list[
     opened = [open_run(folder, config.checkpoint) for folder in folders]
     several = f"{config.root}/{datetime.now():%Y-%m-%d_%H-%M-%S}_comparison"
     out = Path(config.out or (folders[0] if len(folders) == 1 else several)).expanduser()
+    commands = [*dict.fromkeys(str(run.origin.get("command", "?")) for run in opened), shlex.join(sys.argv)]
     if any(run.settings.task for run in opened):
-        return evaluate_tasks(config, opened, out, device) if ranks.first else []
+        return evaluate_tasks(config, opened, out, device, commands) if ranks.first else []
     opened = [with_text(run, config.cache, ranks) for run in opened]
     scoring = scoring_of(config, opened)
     planned, skipped = plan_runs(config, opened)
-    check_names(config, planned, scoring)
     total = sum(scoring.cost(run.text, build_scheme(run.config)) for run in planned)
     for run in opened:
         log.info("run      %s, %s of %s", run.settings.name, run.checkpoint.stem, run.folder)
@@ -215,22 +216,14 @@ def evaluate_runs(config: DictConfig, ranks: runs.Ranks = runs.Ranks()) -> list[
     notes = comparability(everything)
     if config.truncated:
         everything += [cut for measurement in everything if (cut := measurement.truncated())]
-    commands = [*dict.fromkeys(str(run.origin.get("command", "?")) for run in opened), shlex.join(sys.argv)]
-    settings = {str(run.folder): OmegaConf.to_container(run.settings) for run in opened}
-    report = Report(everything, config.reference, config.sort, notes, skipped, commands, settings)
+    report = Report(everything, config.reference, notes, skipped, commands)
     report.write(out, html=True)
     print(report.text())
     for note in notes:
         log.warning("note: %s", note)
     for run in opened:
-        mine = [found for other, found in zip(planned, by_run, strict=True) if other.folder == run.folder]
-        try:
-            if len(opened) > 1 and mine:
-                Report([measurement for found in mine for measurement in found]).write(run.folder)
-        except OSError as error:  # somebody else's run; the comparison holds all of it
-            log.warning("note: %s", error)
         with wandb_of(run, config) as wandb_run:
-            for found in mine:
+            for found in (found for other, found in zip(planned, by_run, strict=True) if other.folder == run.folder):
                 log_measurements(found, report, wandb_run)
     log.info("wrote    %s", out / "report.html")
     return report.results
@@ -243,26 +236,27 @@ def wandb_of(run: Run, config: DictConfig) -> Any:
     return runs.start_wandb(to, run.folder, run.origin["wandb_id"], job_type="eval", name=run.settings.name)
 
 
-def evaluate_tasks(config: DictConfig, opened: list[Run], out: Path, device: torch.device) -> list[dict]:
+def evaluate_tasks(
+    config: DictConfig, opened: list[Run], out: Path, device: torch.device, commands: list[str]
+) -> list[dict]:
     """Runs of data=task: exact match on the test strings of each run's own task, in the precision of its training."""
-    of_text = [f"runs=[{run.settings.name}]" for run in opened if not run.settings.task]
-    of_text += [f"{key}={config[key]}" for key in ("lengths", "truncated", *PROBES, "sort", "reference") if config[key]]
-    if of_text:
-        raise ValueError(f"{of_text[0]}: not with runs of data=task, which are measured on their own task.test")
+    defaults = OmegaConf.load(runs.CONFIGS / "eval.yaml")
+    of_text = ("lengths", "protocol", "stride", "max_targets", "documents", "truncated", *PROBES, "reference")
+    given = [f"runs=[{run.settings.name}]" for run in opened if not run.settings.task]
+    given += [f"{key}={config[key]}" for key in of_text if config[key] != defaults[key]]
+    if given:
+        raise ValueError(f"{given[0]}: not with runs of data=task, which are measured on their own task.test")
     planned, skipped = plan_runs(config, opened)
     answers = []
     for run in planned:
         wanted = run.settings.precision if config.precision == "auto" else config.precision
         precision = runs.pick_precision(wanted, device)
-        about = {"run": run.label, "folder": str(run.folder), "checkpoint": run.checkpoint.stem, "key": run.key}
-        about |= {"precision": precision, "seed": run.settings.seed}
         model, task = load_weights(run.checkpoint, device, run.scaling), task_of(run.settings)
         with runs.autocast(device, precision):
-            answers.append(measure_task(model, task, about))
+            answers.append(measure_task(model, task, run.about | {"precision": precision}))
         with wandb_of(run, config) as wandb_run:
             stretched = "".join(f"_{word}" for word in scaling_words(run.scaling))
             log_answers(answers[-1].rows, f"extrapolation/{task.name}{stretched}", wandb_run.log, wandb_run)
-    commands = [*dict.fromkeys(str(run.origin.get("command", "?")) for run in opened), shlex.join(sys.argv)]
     report = AnswerReport(answers, [*commands, *(f"left out {reason}" for reason in skipped)])
     report.write(out, html=True)
     print(report.text())
@@ -270,50 +264,38 @@ def evaluate_tasks(config: DictConfig, opened: list[Run], out: Path, device: tor
     return report.results
 
 
-def check_names(config: DictConfig, planned: list[Run], scoring: Scoring) -> None:
-    """Whether reference= and sort= name something, before hours of measuring."""
-    labels = labels_of([(run.key, run.label, run.folder.name) for run in planned]).values()
-    for key, names in (("reference", labels), ("sort", ["model", *map(str, scoring.lengths), "usable"])):
-        if config[key] is not None and config[key] not in names:
-            raise ValueError(f"{key}={config[key]!r}: use one of {', '.join(names)}")
-
-
 def sample_text(config: DictConfig, ranks: runs.Ranks = runs.Ranks()) -> list[str]:  # noqa: B008 (it is frozen)
     """Continue the prompts with one run's model; a single one is shown as it is decoded. Returns the whole texts."""
-    if ranks.world_size > 1:
-        raise ValueError("prompt=: one process decodes a text; start it as python eval.py, without torchrun")
     config = runs.checked(config, EvalConfig)
     check_whole("seed", config.seed, 0)
     folders, scalings = run_folders(config), scalings_of(config)
-    if len(folders) > 1 or len(scalings) > 1:
-        raise ValueError("prompt=: continues with one run and one scaling")
+    if len(folders) > 1 or len(scalings) > 1 or ranks.world_size > 1:
+        raise ValueError("prompt=: continues with one run and one scaling, in one process, without torchrun")
     run, device = open_run(folders[0], config.checkpoint), runs.pick_device(config.device)
     if run.settings.task:
-        raise ValueError(f"task=sample: {run.folder} is a run of data=task, whose strings are no text")
+        raise ValueError(f"prompt=: {run.folder} is a run of data=task, whose strings are no text")
     precision = runs.pick_precision(config.precision, device)
     model, end = load_weights(run.checkpoint, device, scalings[0]), run.tokenizer.end_of_document
     given = [str(one) for one in (config.prompt if OmegaConf.is_list(config.prompt) else [config.prompt])]
     # Nothing to continue is a document's beginning, which in training follows another one's end.
     prompts = [torch.tensor(ids or [end], device=device) for ids in run.tokenizer.encode(given)]
     drawing = {key: config[key] for key in ("temperature", "top_k", "top_p")}
-    drawing["generator"] = torch.Generator(device).manual_seed(config.seed)
-    new, shown, start = [[] for _ in given], 0, time.perf_counter()
-    is_whole = lambda one: len(one) == config.tokens or one[-1:] == [end]  # noqa: E731
+    generator = torch.Generator(device).manual_seed(config.seed)
+    new, texts, shown, start = [[] for _ in given], given, 0, time.perf_counter()
     with runs.autocast(device, precision):
-        for ids in model.stream(prompts, config.tokens, **drawing):
+        for ids in model.stream(prompts, config.tokens, generator=generator, **drawing):
             for one, following in zip(new, ids.tolist(), strict=True):
-                if following >= 0 and not is_whole(one):
+                if following >= 0 and end not in one and len(one) < config.tokens:
                     one.append(following)
+            texts = [prompt + run.tokenizer.decode(one) for prompt, one in zip(given, new, strict=True)]
             if len(given) == 1:
-                text = given[0] + run.tokenizer.decode(new[0])
-                text = text.rstrip("\ufffd")  # the bytes of a character may come one by one
+                text = texts[0].rstrip("\ufffd")  # the bytes of a character may come one by one
                 print(text[shown:], end="", flush=True)
                 shown = max(shown, len(text))
-            if all(map(is_whole, new)):
+            if all(end in one for one in new):
                 break
-    count, seconds = sum(map(len, new)), time.perf_counter() - start
-    texts = [prompt + run.tokenizer.decode(one) for prompt, one in zip(given, new, strict=True)]
     print("\n\n".join(texts)[shown:])
+    count, seconds = sum(map(len, new)), time.perf_counter() - start
     log.info("%d tokens in %.2f s: %.0f tokens/s on %s in %s", count, seconds, count / seconds, device, precision)
     return texts
 
@@ -326,7 +308,4 @@ def main(config: DictConfig) -> None:
 
 
 if __name__ == "__main__":
-    folders = [word for word in sys.argv[1:] if (Path(word) / "config.yaml").is_file()]
-    if folders:  # Hydra knows settings only
-        sys.argv = [word for word in sys.argv if word not in folders] + [f"runs={folders}"]
     main()
