@@ -1,7 +1,6 @@
 """Which runs are seeds of one model: their labels, and their measurements together."""
 
 import json
-import math
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,12 +12,6 @@ from measure.measurement import Measurement
 from measure.statistics import standard_error
 from model.registry import lookup
 from model.scaling import SCALINGS
-
-# Of the probes' rows the values to average over seeds, and where their errors are.
-AVERAGED = {
-    "recall": {"nll": "stderr", "control_nll": "control_stderr", "gain": "gain_stderr"},
-    "shift": {"difference": "stderr", "mean_change": "mean_change_stderr"},
-}
 
 
 def labels_of(runs: Sequence[dict]) -> dict[str, str]:
@@ -55,20 +48,21 @@ def _together(label: str, seeds: list[Measurement]) -> Measurement:
     for same in zip(*(one.bins for one in seeds), strict=True):
         low, high, _, counts = same[0]
         bins.append((low, high, np.concatenate([of_seed for _, _, of_seed, _ in same]), counts))
-    probes = {name: _averaged(name, [one.probes[name] for one in seeds if name in one.probes]) for name in AVERAGED}
-    probes = {name: rows for name, rows in probes.items() if rows}
+    probes = {
+        name: _averaged([one.probes[name] for one in seeds]) for name in ("recall", "shift") if name in first.probes
+    }
     return replace(first, about=about, losses=losses, bins=bins, probes=probes)
 
 
-def _averaged(name: str, of_seeds: list[list[dict]]) -> list[dict]:
-    """A probe's rows, averaged over seeds; with several seeds errors are standard errors over them."""
+def _averaged(of_seeds: list[list[dict]]) -> list[dict]:
+    """A probe's rows, what is shown of them averaged over seeds; with several seeds errors are those over them."""
     rows = []
     for same in zip(*of_seeds, strict=True):
         rows.append(dict(same[0]))
-        for value, error in AVERAGED[name].items():
-            values = [row[value] for row in same]
-            if len(same) > 1 and None not in values:
-                rows[-1] |= {value: math.fsum(values) / len(values), error: standard_error(np.array(values))}
+        for key in {"gain", "difference", "mean_change"} & same[0].keys() if len(same) > 1 else ():
+            values = [row[key] for row in same]
+            if None not in values:
+                rows[-1] |= {key: float(np.mean(values)), f"{key}_stderr": standard_error(np.array(values))}
     return rows
 
 

@@ -31,7 +31,7 @@ class Text:
 
     def bytes_of(self, windows: Windows) -> np.ndarray:
         """Bytes of each window's targets, int64 (windows,)."""
-        before = np.concatenate(([0], np.cumsum(self.bytes_per_token[self.tokens], dtype=np.int64)))
+        before = np.append(0, np.cumsum(self.bytes_per_token[self.tokens], dtype=np.int64))
         return before[windows.spans[:, 2]] - before[windows.spans[:, 1]]
 
 
@@ -52,10 +52,8 @@ class Scoring:
         total, longest = len(text.offsets) - 1, max(self.lengths)
         inside = stretches(len(text.tokens), longest, text.offsets)
         if self.documents == "within" and not len(inside):
-            raise ValueError(
-                f"documents=within: no document holds a window of {longest} tokens and its target, the longest has "
-                f"{np.diff(text.offsets).max()}; use shorter lengths or documents=across"
-            )
+            most = f"the longest has {np.diff(text.offsets).max()}; use shorter lengths or documents=across"
+            raise ValueError(f"documents=within: no document holds a window of {longest} tokens and its target, {most}")
         if self.documents == "within" or (self.documents is None and len(inside) >= ENOUGH_DOCUMENTS):
             return inside, f"within documents: {len(inside)} of {total} hold a window of {longest}"
         return stretches(len(text.tokens), longest), f"across the borders of {total} documents"
@@ -70,17 +68,14 @@ class Scoring:
             raise ValueError("lengths=[]: give at least one length")
         for length in self.lengths:
             check_whole("lengths", length)
-        if max(self.lengths) >= n_tokens:
-            raise ValueError(
-                f"lengths={list(self.lengths)}: a window of {max(self.lengths)} and its target do not fit into the "
-                f"{n_tokens} tokens of the text; use shorter lengths or more text"
-            )
+        shortest, longest = min(self.lengths), max(self.lengths)
+        if longest >= n_tokens:
+            way_out = f"the {n_tokens} tokens of the text; use shorter lengths or more text"
+            raise ValueError(f"lengths={longest}: a window of {longest} and its target do not fit into {way_out}")
         check_whole("max_targets", self.max_targets, optional=True)
-        if "sliding" in self.protocols:
-            check_whole("stride", self.stride)
-            if self.stride > min(self.lengths):
-                shortest = min(self.lengths)
-                raise ValueError(f"stride={self.stride}: must be no larger than the shortest length, {shortest}")
+        check_whole("stride", self.stride)
+        if "sliding" in self.protocols and self.stride > shortest:
+            raise ValueError(f"stride={self.stride}: must be no larger than the shortest length, {shortest}")
 
     def windows(self, text: Text, scheme: PositionScheme) -> dict[str, list[Windows]]:
         """Those of each protocol, a Windows a length, and by_position, a Windows a bin; split at documents' borders."""
@@ -102,13 +97,12 @@ class Scoring:
 
 @dataclass(frozen=True, eq=False)
 class Measurement:
-    """One model under one protocol, of one seed or of several. At every length the same tokens of the same documents
-    are scored.
+    """One model, of one seed or of several, under one protocol. Every length scores the same tokens.
 
     about: what was measured, and how. losses: length -> float64 (seeds, documents), nats summed over the scored tokens
     of each document that has any; counts, n_bytes: (documents,), of these tokens. Lengths past a learned table, which
-    ends at `limit`, have no losses. bins: first and last position (exclusive), losses and counts by document. probes:
-    results of measure.probes, by name.
+    ends at `limit`, have no losses. bins: first and last position (exclusive), losses and counts. probes: results of
+    measure.probes, by name.
     """
 
     about: dict
@@ -133,8 +127,7 @@ class Measurement:
         return [self.row(length) for length in self.lengths]
 
     def row(self, length: int) -> dict:
-        """length, and what row_of says; against_train_length: how much nll is above that at the training length. Past
-        a table None, with a note."""
+        """length, and what row_of says; against_train_length: how much nll is above that at the training length."""
         if length not in self.losses:
             return {"length": length, **past_table(self.limit)}
         row = {"length": length, **row_of(self.losses[length], self.counts, self.n_bytes)}
@@ -206,8 +199,8 @@ def row_of(
     losses: np.ndarray, counts: np.ndarray, n_bytes: np.ndarray | None = None, least: int = ENOUGH_DOCUMENTS
 ) -> dict:
     """nll (nats a token, the mean over seeds), perplexity (of that mean), stderr (of nll), low and high (its 95 %
-    interval), scored (tokens), bits_per_byte. losses: (seeds, documents); counts, n_bytes: (documents,)."""
-    found = estimate(losses, counts, least=least)
+    interval), scored (tokens), bits_per_byte. losses: (seeds, documents) or (documents,); the others: (documents,)."""
+    found = estimate(np.atleast_2d(losses), counts, least=least)
     nll, scored, size = found["value"], int(counts.sum()), 0 if n_bytes is None else n_bytes.sum()
     row = {"nll": nll, "perplexity": exp(nll), "stderr": found["error"], "low": found["low"], "high": found["high"]}
     return row | {"scored": scored, "bits_per_byte": float(nll * scored / size / math.log(2)) if size else None}
@@ -246,30 +239,28 @@ def measure(
 ) -> list[Measurement]:
     """A measurement for each protocol; the first also has the loss by position. Autocast is the caller's.
 
-    about: run (its name), folder, checkpoint, precision, seed, and what else to say of the model; key, equal for models
-    that differ in their seed only. progress: called now and then with the tokens passed since. ranks: runs.Ranks of a
-    torchrun job. Raises ValueError for what does not fit the text.
+    about: run (its name), seed, key (equal for models that differ in their seed only), and what else to say of the
+    model. progress: called now and then with the tokens passed since. ranks: runs.Ranks of a torchrun job.
     """
     parts, c, offsets = scoring.windows(text, model.pos), model.config, text.offsets
     every = [windows for part in parts.values() for windows in part]
     losses = iter(score(model, text.tokens, every, progress=progress, ranks=ranks))
-    # Of each part, and of each of its windows: summed over each document.
-    sums = {name: [w.sums(next(losses), offsets)[None] for w in part] for name, part in parts.items()}
+    sums = {name: [w.sums(next(losses), offsets) for w in part] for name, part in parts.items()}
     about = {"key": about["run"], "seed": 0, **about, **text.about, "documents": scoring.pieces(text)[1]}
     about |= {"pos": c.pos, "scaling": c.scaling, "train_length": c.train_length, "max_targets": scoring.max_targets}
     positions, found = parts.pop("by_position", []), []
     edges = pairwise(widening_edges(positions[0].length)) if positions else []
     bins = [
-        (low, high, values, w.sums(w.counts, offsets))
+        (low, high, values[None], w.sums(w.counts, offsets))
         for (low, high), w, values in zip(edges, positions, sums.get("by_position", []), strict=True)
     ]
     for protocol, part in parts.items():
-        first = part[0] if part else Windows(0, np.zeros((0, 3), dtype=np.int64))  # no length is within the table
-        counts, n_bytes = (first.sums(of, offsets) for of in (first.counts, text.bytes_of(first)))
-        used = {**about, "protocol": protocol, "stride": scoring.stride if protocol == "sliding" else None}
-        of_length = {w.length: values for w, values in zip(part, sums[protocol], strict=True)}
+        one = part[0] if part else Windows(0, np.zeros((0, 3), dtype=np.int64))  # no length is within the table
+        counts, n_bytes = (one.sums(of, offsets) for of in (one.counts, text.bytes_of(one)))
+        used = about | {"protocol": protocol, "stride": scoring.stride if protocol == "sliding" else None}
+        of_length = {w.length: values[None] for w, values in zip(part, sums[protocol], strict=True)}
         found.append(Measurement(used, scoring.lengths, of_length, counts, n_bytes, model.pos.max_length, bins))
-        bins = []
+        bins = []  # of the first protocol only
     return found
 
 
@@ -294,9 +285,9 @@ def evaluate_lengths(
     the longest window are scored.
 
     Returns one dict a length: length; nll, nats a token, the sum of all losses over their count; perplexity; stderr and
-    the 95 % interval from low to high of nll, over windows, or over `documents` where they are given, None for a single
-    one; scored, the tokens counted; bits_per_byte. Past a learned table these are None, scored is 0 and `note` says
-    where the table ends. Raises ValueError for what does not fit, and for ids outside the vocabulary.
+    the 95 % interval from low to high of nll, over windows or, where given, documents, None for a single one; scored,
+    the tokens counted; bits_per_byte. Past a learned table these are None, scored is 0 and `note` says where it ends.
+    Raises ValueError for what does not fit, and for ids outside the vocabulary.
     """
     tokens, vocab_size = token_array(tokens), model.config.vocab_size
     sizes = np.zeros(vocab_size, dtype=np.int64) if bytes_per_token is None else bytes_per_token
@@ -310,12 +301,11 @@ def evaluate_lengths(
     windows = scoring.windows(text, model.pos)[protocol]
     with token_bar(scoring.cost(text, model.pos), progress) as bar:
         losses = score(model, tokens, windows, batch_tokens, bar.update)
-    rows = {}
+    rows = dict.fromkeys(scoring.lengths, past_table(model.pos.max_length))
+    borders = None if documents is None else offsets
     for w, values in zip(windows, losses, strict=True):
-        columns = values, w.counts, text.bytes_of(w)
-        columns = columns if documents is None else [w.sums(column, offsets) for column in columns]
-        rows[w.length] = row_of(columns[0][None], *columns[1:], least=2)
-    return [{"length": n, **(rows.get(n) or past_table(model.pos.max_length))} for n in scoring.lengths]
+        rows[w.length] = row_of(*(w.sums(of, borders) for of in (values, w.counts, text.bytes_of(w))), least=2)
+    return [{"length": length, **row} for length, row in rows.items()]
 
 
 def token_array(tokens: torch.Tensor | np.ndarray) -> np.ndarray:

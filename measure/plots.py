@@ -1,7 +1,4 @@
-"""Figures a paper could use: one look for all of them. A panel each in the report, side by side in a PNG or SVG file.
-
-Bands are one standard error to both sides; there are none where fewer than ten documents are scored.
-"""
+"""Figures a paper could use: a panel each in the report, side by side in a PNG or SVG file."""
 
 import io
 import math
@@ -10,7 +7,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +31,6 @@ class Plot:
 
     panels: Sequence[Callable[[Any], None]]
     caption: str
-    height: float = 4.0  # of a panel, in inches
 
     def save(self, path: Path) -> None:
         """All panels, whole or not at all: PNG or SVG, by the ending of the path."""
@@ -61,7 +56,7 @@ class Plot:
         fitting = max(1, int(5.4 * columns / (0.062 * max(map(len, shown), default=0) + 0.7)))
         look = {"frameon": False, "fontsize": 8.5, "ncols": fitting, "handlelength": 4}
         figure.legend(shown.values(), shown.keys(), loc="outside lower center", **look)
-        figure.set_size_inches(5.4 * columns, self.height * rows + 0.2 * math.ceil(len(shown) / fitting))
+        figure.set_size_inches(5.4 * columns, 4.0 * rows + 0.2 * math.ceil(len(shown) / fitting))
         with matplotlib.rc_context({"svg.hashsalt": "ropewalk"}):
             figure.savefig(to, dpi=150, format=form, metadata={"Date": None} if form == "svg" else None)
 
@@ -89,10 +84,28 @@ def literal(label: str) -> str:
     return "\u200b" + textwrap.shorten(shown, 64, placeholder="…").replace("$", r"\$")
 
 
-def log_axes(axes: Any, ticks: Sequence[int], models: Sequence[Measurement], **words: str) -> None:
-    """Tokens to base 2, with a line at each training length; the legend says what it is."""
+def draw_curves(
+    axes: Any, models: Sequence[Measurement], points: dict[str, list[tuple]], looks: dict, ticks: Sequence[int]
+) -> None:
+    """A curve a model over tokens (log₂) with its band, a line at each training length, a cross where a table ends.
+
+    points: of each label x, value (None past a table) and standard error or None.
+    """
     from matplotlib import ticker
 
+    for model in models:
+        look, label = looks[model.label], model.label
+        shown = [at for at in points[label] if at[1] is not None and math.isfinite(at[1])]
+        xs, ys, errors = zip(*shown, strict=True) if shown else [()] * 3
+        ended = any(value is None for _, value, _ in points[label])
+        label = "dotted: context cut" if model.about.get("truncated") else label
+        label += f" (table ends at {model.limit})" if ended else ""
+        axes.plot(xs, ys, label=literal(label), markersize=5, **look)
+        if shown and ended:
+            axes.plot(xs[-1], ys[-1], marker="x", markersize=14, markeredgewidth=2.5, color=look["color"])
+        if shown and None not in errors and look["marker"]:  # the errors of a control are those of the model itself
+            low, high = np.subtract(ys, errors), np.add(ys, errors)
+            axes.fill_between(xs, low, high, color=look["color"], alpha=0.15, linewidth=0)
     lengths = sorted({model.about["train_length"] for model in models})
     for length in lengths:
         label = f"training length {', '.join(map(str, lengths))}"
@@ -103,80 +116,56 @@ def log_axes(axes: Any, ticks: Sequence[int], models: Sequence[Measurement], **w
     axes.set_xticks(ticks, [str(tick) for tick in ticks], rotation=45 if len(ticks) > 6 else 0)
     axes.xaxis.set_minor_locator(ticker.NullLocator())
     axes.grid(alpha=0.25)
-    axes.set(**words)
-
-
-def curve(axes: Any, points: Sequence[tuple], label: str, ended: str | None, style: dict) -> None:
-    """points: x, value, its error or None. A cross marks where a curve ends with its table."""
-    xs, ys, errors = zip(*points, strict=True) if points else [()] * 3
-    axes.plot(xs, ys, label=literal(f"{label} ({ended})" if ended else label), markersize=5, **style)
-    if points and None not in errors:
-        axes.fill_between(
-            xs, np.subtract(ys, errors), np.add(ys, errors), color=style["color"], alpha=0.15, linewidth=0
-        )
-    if ended and points:
-        axes.plot(xs[-1], ys[-1], marker="x", markersize=14, markeredgewidth=2.5, color=style["color"])
-
-
-def _ended(rows: Sequence[dict]) -> str | None:
-    return next((row["note"] for row in rows if "note" in row), None)
 
 
 def plot_lengths(protocols: dict[str, list[Measurement]], metric: str, looks: dict[str, dict]) -> Plot:
-    """A panel a protocol, a curve a model: perplexity or bits per byte over the length."""
+    """A panel a protocol: perplexity or bits per byte over the length."""
     from matplotlib import ticker
 
-    def panel(axes: Any, protocol: str, models: list[Measurement]) -> None:
-        values = []
-        for model in models:
-            label, rows = model.label, model.rows
-            points = [(row["length"], *of_metric(row, metric)) for row in rows if 0 < (row[metric] or 0) < math.inf]
-            values += [value for _, value, _ in points]
-            if model.about.get("truncated"):  # its error is that of the model itself
-                label, points = "dotted: context cut", [(x, y, None) for x, y, _ in points]
-            curve(axes, points, label, _ended(rows), looks[model.label])
-        words = {"xlabel": "tokens of context evaluated", "ylabel": f"validation {metric.replace('_', ' ')}"}
-        log_axes(axes, models[0].lengths, models, title=f"{protocol} windows", **words)
-        axes.set_xlim(models[0].lengths[0] / 1.25, models[0].lengths[-1] * 1.1)
+    def panel(axes: Any, protocol: str) -> None:
+        models = protocols[protocol]
+        points = {model.label: [(row["length"], *of_metric(row, metric)) for row in model.rows] for model in models}
+        draw_curves(axes, models, points, looks, models[0].lengths)
+        values = [value for of_model in points.values() for _, value, _ in of_model if value and value < math.inf]
         if values and max(values) > 3 * min(values):
             axes.set_yscale("log")
             axes.yaxis.set_minor_formatter(ticker.NullFormatter())
             axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
             axes.yaxis.set_major_formatter(ticker.FormatStrFormatter("%g"))
+        axes.set(
+            title=f"{protocol} windows", xlabel="tokens of context", ylabel=f"validation {metric}".replace("_", " ")
+        )
 
-    return Plot([partial(panel, protocol=name, models=models) for name, models in protocols.items()], BANDS)
+    return Plot([partial(panel, protocol=protocol) for protocol in protocols], BANDS)
 
 
 def plot_positions(models: Sequence[Measurement], looks: dict[str, dict]) -> Plot:
-    """A curve a model: mean loss over the position in the longest window, a panel for each longest window.
+    """Mean loss over the position in the longest window, a panel for each longest window.
 
     Models whose table is shorter are measured in other windows, so their losses cannot be compared with the others'.
     """
 
     def panel(axes: Any, length: int) -> None:
-        same = [model for model in models if model.bins[-1][1] == length]
+        same, points = [model for model in models if model.bins and model.bins[-1][1] == length], {}
         for model in same:  # x in tokens of context: positions + 1
-            points = [((row["from"] + row["to"] + 1) / 2, row["nll"], row["stderr"]) for row in model.by_position]
-            curve(axes, points, model.label, None, looks[model.label])
-        words = {"xlabel": "tokens of context before the predicted one", "ylabel": "validation loss, nats a token"}
-        ticks = [2**k for k in range(length.bit_length())]
-        log_axes(axes, ticks, same, title=f"loss by position in windows of {length}", **words)
+            rows = model.by_position
+            points[model.label] = [((row["from"] + row["to"] + 1) / 2, row["nll"], row["stderr"]) for row in rows]
+        draw_curves(axes, same, points, looks, [2**k for k in range(length.bit_length())])
+        axes.set(title=f"loss by position in windows of {length}", xlabel="tokens of context", ylabel="nats a token")
 
-    lengths = sorted({model.bins[-1][1] for model in models}, reverse=True)
+    lengths = sorted({model.bins[-1][1] for model in models if model.bins}, reverse=True)
     return Plot([partial(panel, length=length) for length in lengths], BANDS)
 
 
 def plot_recall(models: Sequence[Measurement], looks: dict[str, dict]) -> Plot:
-    """A curve a model over the distance: what the first copy of a random string gains (measure.probes.recall)."""
+    """What the first copy of a random string gains (measure.probes.recall), over the distance."""
 
     def panel(axes: Any) -> None:
-        for model in models:
-            rows = model.probes["recall"]
-            points = [(row["distance"], row["gain"], row["gain_stderr"]) for row in rows if row["gain"] is not None]
-            curve(axes, points, model.label, _ended(rows), looks[model.label])
-        ticks = sorted({row["distance"] for model in models for row in model.probes["recall"]})
-        words = {"xlabel": "tokens from copy to copy", "ylabel": "nats a token"}
-        log_axes(axes, ticks, models, title="recall: what the first copy of a random string gains", **words)
+        rows = {model.label: model.probes["recall"] for model in models}
+        points = {label: [(row["distance"], row["gain"], row["gain_stderr"]) for row in rows[label]] for label in rows}
+        draw_curves(axes, models, points, looks, sorted({x for of_model in points.values() for x, _, _ in of_model}))
+        title = "recall: what the first copy of a random string gains"
+        axes.set(title=title, xlabel="tokens from copy to copy", ylabel="nats a token")
 
     return Plot([panel], "Bands are ± one standard error, over trials or seeds.")
 
@@ -185,20 +174,17 @@ def plot_attention(models: Sequence[Measurement]) -> Plot:
     """A heat map a model: a row a head, a column a bin of distances, as colour the logarithm of the mean weight."""
     from matplotlib.colors import LogNorm
 
-    every = [np.array(model.probes["attention"]["weights"]) for model in models]  # (n_layer, n_head, bins) each
-    heads = max(weights.shape[0] * weights.shape[1] for weights in every)
-    lowest = max(FAINTEST, min(weights.min() for weights in every))
-    norm = LogNorm(lowest, max(weights.max() for weights in every), clip=True)
+    every = {model.label: np.array(model.probes["attention"]["weights"]) for model in models}  # (n_layer, n_head, bins)
+    lowest = max(FAINTEST, min(weights.min() for weights in every.values()))
+    norm = LogNorm(lowest, max(weights.max() for weights in every.values()), clip=True)
 
-    def panel(axes: Any, model: Measurement, weights: np.ndarray) -> None:
-        names = [str(low) for low, _ in pairwise(model.probes["attention"]["edges"])]
-        shown = axes.imshow(weights.reshape(-1, weights.shape[2]), norm=norm, aspect="auto", interpolation="nearest")
-        axes.figure.colorbar(shown, ax=axes, label="mean attention weight")
-        axes.set_xticks(range(len(names)), names, rotation=60)
-        axes.set(xlabel="tokens back from the query, at least", ylabel="head, layer by layer")
-        axes.set_title(f"{literal(model.label)}: attention by distance")
+    def panel(axes: Any, model: Measurement) -> None:
+        weights, edges = every[model.label], model.probes["attention"]["edges"]
+        image = axes.imshow(weights.reshape(-1, weights.shape[2]), norm=norm, aspect="auto")
+        axes.figure.colorbar(image, ax=axes, label="mean attention weight")
+        axes.set_xticks(range(len(edges) - 1), [str(edge) for edge in edges[:-1]], rotation=60)
+        axes.set(
+            title=literal(model.label), xlabel="tokens back from the query, at least", ylabel="head, layer by layer"
+        )
 
-    panels = [partial(panel, model=model, weights=weights) for model, weights in zip(models, every, strict=True)]
-    return Plot(
-        panels, "Mean attention weight by distance; all models have one scale.", 2.6 + 0.2 * min(max(heads, 8), 60)
-    )
+    return Plot([partial(panel, model=model) for model in models], "Mean attention weight; all models have one scale.")

@@ -158,7 +158,7 @@ def _windows(tokens: np.ndarray, size: int, count: int, distinct: bool = True) -
 
 
 def _losses(model: GPT, ids: np.ndarray, first_scored: int = 0, first_position: int = 0) -> np.ndarray:
-    """Nats of predicting ids[:, first_scored + 1 :]: float64 (windows, T - first_scored), of int64 ids (windows, T + 1)."""
+    """Nats of predicting ids[:, first_scored + 1 :]: float64 (windows, T - first_scored), of ids (windows, T + 1)."""
     losses, per_batch = [], max(1, BATCH_TOKENS // (ids.shape[1] - 1))
     for batch in torch.from_numpy(ids).to(next(model.parameters()).device).split(per_batch):
         targets = batch[:, 1:].clone()

@@ -58,11 +58,11 @@ class Report:
 
     def __post_init__(self):
         self.protocols: dict[str, list[Measurement]] = {}
-        self.groups = grouped(self.measurements)
-        for model in self.groups:
+        for model in grouped(self.measurements):
             self.protocols.setdefault(model.about["protocol"], []).append(model)
-        tokenizers = {model.about["tokenizer"] for model in self.groups}
-        self.metric = "perplexity" if len(tokenizers) == 1 else "bits_per_byte"
+        self.groups = [model for models in self.protocols.values() for model in models]
+        self.alike = len({model.about["tokenizer"] for model in self.groups}) == 1  # else bits per byte only
+        self.metric = "perplexity" if self.alike else "bits_per_byte"
 
     @property
     def results(self) -> list[dict]:
@@ -82,14 +82,14 @@ class Report:
     def _of_protocol(self, models: list[Measurement]) -> list[Table]:
         if len(models) == len(models[0].seeds) == 1:
             return [tables.one_model(models[0])]
-        metrics = ("perplexity", "bits_per_byte") if self.metric == "perplexity" else ("bits_per_byte",)
-        made = [tables.by_length(models, metric) for metric in metrics]
-        return [*made, tables.against_train_length(models), tables.against(models, self._reference(models))]
+        made = [tables.by_length(models, "perplexity")] if self.alike else []
+        made += [tables.by_length(models, "bits_per_byte"), tables.against_train_length(models)]
+        return [*made, tables.against(models, self._reference(models))]
 
     @cached_property
     def probed(self) -> list[Table]:
         """The probes' tables; losses a token of different tokenizers do not stand side by side."""
-        made = [tables.recall(self.groups), tables.shift(self.groups)] if self.metric == "perplexity" else []
+        made = [tables.recall(self.groups), tables.shift(self.groups)] if self.alike else []
         return [table for table in made if table.rows]
 
     def _reference(self, models: list[Measurement]) -> Measurement:
@@ -100,11 +100,12 @@ class Report:
         """Every model against the reference, at every length on the same tokens."""
         found = []
         for protocol, models in self.protocols.items():
-            reference = self._reference(models)
-            names = {"protocol": protocol, "reference": reference.label}
-            for model in (model for model in models if model is not reference):
-                pairs = {length: model.against(reference, length) for length in model.lengths}
-                found += [{**names, "model": model.label, "length": n, **pair} for n, pair in pairs.items() if pair]
+            first = self._reference(models)
+            pairs = [
+                (model, n, model.against(first, n)) for model in models if model is not first for n in model.lengths
+            ]
+            names = {"protocol": protocol, "reference": first.label}
+            found += [{**names, "model": model.label, "length": n, **pair} for model, n, pair in pairs if pair]
         return found
 
     def text(self) -> str:
@@ -126,9 +127,9 @@ class Report:
         """extrapolation.json and extrapolation.png; with html also the SVG, the other plots and report.html."""
         looks, probes = plots.styles([(model.label, model.about) for model in self.groups]), {}
         curves = {"extrapolation": plots.plot_lengths(self.protocols, self.metric, looks)}
-        if html and self.metric == "perplexity":
-            if with_positions := [model for model in self.groups if model.bins]:
-                curves["by_position"] = plots.plot_positions(with_positions, looks)
+        if html and self.alike:
+            if any(model.bins for model in self.groups):
+                curves["by_position"] = plots.plot_positions(self.groups, looks)
             if recalled := [model for model in self.groups if "recall" in model.probes]:
                 probes["recall"] = plots.plot_recall(recalled, looks)
             if attentive := [one for one in self.measurements if "attention" in one.probes]:
@@ -185,16 +186,13 @@ def coverage(about: dict) -> str:
 
 def comparability(measurements: Sequence[Measurement]) -> list[str]:
     """What a reader must know before comparing these numbers."""
-    about = [measurement.about for measurement in measurements]
-    changed = {
-        f"{one['run']} was trained on data {one['trained_on']}, but {one['corpus']} is now {one['fingerprint']}: "
-        "validation text may have been in its training text": None
-        for one in about
-        if one.get("trained_on", one["fingerprint"]) != one["fingerprint"]
-    }
-    notes = list(changed)
+    about, notes = [measurement.about for measurement in measurements], []
+    for one in about:
+        if one["trained_on"] != one["fingerprint"]:
+            now = f"{one['corpus']} is now {one['fingerprint']}: validation text may have been in its training text"
+            notes.append(f"{one['run']} was trained on data {one['trained_on']}, but {now}")
     if len({one["fingerprint"] for one in about}) > 1:
         notes.append("not all of these runs are measured on the same data: only those of one text can be compared")
     if len({one["tokenizer"] for one in about}) > 1:
         notes.append("different tokenizers: bits per byte only, and a length is in each run's own tokens")
-    return notes
+    return list(dict.fromkeys(notes))

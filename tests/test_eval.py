@@ -175,17 +175,15 @@ def test_a_text_is_shown_as_it_is_decoded_and_ends_with_its_document(two_runs, c
 
 
 def test_a_text_is_decoded_by_one_process():
-    config = composed("prompt=a", name="eval", schema=EvalConfig)
+    config = composed("prompt=a", "runs=some", name="eval", schema=EvalConfig)
     with pytest.raises(ValueError, match="without torchrun"):
         sample_text(config, Ranks(rank=0, world_size=2))
 
 
 @pytest.mark.slow
 def test_the_terminal_knows_ascii_only(two_runs, tmp_path):
-    done = command(
-        "eval.py", f"runs={two_runs / 'rope'}", "lengths=[16,32]", "wandb.mode=disabled", "device=cpu", f"out={tmp_path}",
-        cwd=tmp_path, PYTHONIOENCODING="ascii",
-    )  # fmt: skip
+    settings = [f"runs={two_runs / 'rope'}", "lengths=[16,32]", "wandb.mode=disabled", "device=cpu", f"out={tmp_path}"]
+    done = command("eval.py", *settings, cwd=tmp_path, PYTHONIOENCODING="ascii")
     assert done.returncode == 0, done.stderr
     assert "/ at 16" in done.stdout
     assert (tmp_path / "report.html").is_file()

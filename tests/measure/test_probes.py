@@ -266,7 +266,7 @@ def test_linear_attention_has_no_weights_and_a_table_ends(text):
 
 
 def probed(run, **probes):
-    return Measurement({"run": run, "train_length": 40}, (), {}, np.zeros(0), np.zeros(0), probes=probes)
+    return Measurement({"run": run, "train_length": 40}, (), {}, np.zeros(0), np.zeros(0), limit=40, probes=probes)
 
 
 def recalled(run="rope", ended=False):
