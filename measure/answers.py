@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from measure import plots
@@ -133,13 +134,10 @@ class AnswerReport:
         """A curve a model over the ranges of lengths."""
         looks = plots.styles([(label, seeds[0].about) for label, seeds in self.models])
         for label, seeds in self.models:
-            rows = [(place, over_seeds(seeds, span)) for place, span in enumerate(self.spans)]
-            rows = [(place, row) for place, row in rows if row and row["exact_match"] is not None]
-            values = [row["exact_match"] for _, row in rows]
-            bars = [[abs(row[end] - row["exact_match"]) for _, row in rows] for end in ("low", "high")]
+            rows = [over_seeds(seeds, span) or {} for span in self.spans]
+            middle, *ends = (np.array([row.get(key) for row in rows], float) for key in ("exact_match", "low", "high"))
             look = {"label": plots.literal(label), "capsize": 3, **looks[label]}
-            axes.errorbar([place for place, _ in rows], values, bars, **look)
-        axes.set_xticks(range(len(self.spans)), self.spans)
+            axes.errorbar(self.spans, middle, [abs(middle - end) for end in ends], **look)
         axes.set(xlabel="length of the input", ylabel="exact match of the answer", ylim=(-0.03, 1.03))
         axes.grid(alpha=0.25)
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from html import escape
 from pathlib import Path
+from string import Template
 
 from measure import plots, tables
 from measure.groups import grouped
@@ -15,35 +16,7 @@ from measure.statistics import finite
 from measure.tables import Table
 from model.checkpoint import write_text
 
-STYLE = """
-:root{color-scheme:light dark}body{font:15px/1.5 system-ui,sans-serif;margin:1.5rem clamp(.8rem,3vw,3rem)}
-li,p{max-width:75rem}.note{margin:.2rem 0 1.5rem}.wide,pre{overflow-x:auto}
-.plots{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,27rem),1fr));gap:1rem;margin:1rem 0}
-figure{margin:0;max-width:52rem}figcaption,.note{font-size:13px;opacity:.75}
-img{width:100%;padding:.4rem;box-sizing:border-box;background:#fff;border-radius:6px;display:block}
-h3{font-size:14px;margin:1.5rem 0 .3rem}summary{cursor:pointer;font-weight:600;margin:1rem 0}
-table{border-collapse:collapse;font-size:14px;font-variant-numeric:tabular-nums}
-th,td{padding:.25rem .7rem;border-bottom:1px solid #8885;text-align:right;white-space:nowrap}
-th:first-child,td:first-child{text-align:left}th{border-bottom:2px solid #888;cursor:pointer}
-th[data-up="1"]::after{content:" ▲"}th[data-up="-1"]::after{content:" ▼"}
-"""
-# Sorts a table by the column whose head is clicked: by the number a cell begins with, then by its words.
-SCRIPT = """
-for(const th of document.querySelectorAll("th"))th.onclick=()=>{
-const body=th.closest("table").tBodies[0],up=th.dataset.up==="1"?-1:1;
-for(const other of th.parentNode.cells)delete other.dataset.up;th.dataset.up=up;
-const key=row=>row.cells[th.cellIndex].textContent.replace("≥ ","").replace("−","-");
-[...body.rows].sort((a,b)=>{const x=key(a),y=key(b),m=parseFloat(x),n=parseFloat(y);
-return isNaN(m)-isNaN(n)||up*(m-n||x.localeCompare(y))}).forEach(row=>body.append(row))}
-"""
-PAGE = """<!doctype html>
-<html lang="en"><meta charset="utf-8"><title>Length extrapolation</title><link rel="icon" href="data:,">
-<meta name="viewport" content="width=device-width,initial-scale=1">
-<style>{style}</style><body>
-{body}
-<details><summary>Commands</summary><pre>{commands}</pre></details>
-<script>{script}</script></html>
-"""
+PAGE = Template((Path(__file__).parent / "page.html").read_text(encoding="utf-8"))
 
 
 @dataclass
@@ -163,7 +136,7 @@ def write_files(
             plot.save(folder / f"{stem}{ending}")
     if body is not None:
         words = {"body": "\n".join(body), "commands": escape("\n".join(commands))}
-        write_text(folder / "report.html", PAGE.format(style=STYLE, script=SCRIPT, **words))
+        write_text(folder / "report.html", PAGE.substitute(words))
     # The last of all: where it is, the others are.
     write_text(folder / "extrapolation.json", json.dumps(finite(document), indent=1) + "\n")
 

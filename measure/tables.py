@@ -48,23 +48,18 @@ def _lined_up(cells: Sequence[str]) -> list[str]:
     return [f"{m[1]:>{left}}{m[2] or '':{right}}" if (m := halves[cell]) else cell for cell in cells]
 
 
-def places(value: float, error: float | None) -> int | None:
-    """Decimals that leave an error two digits of its own, or all before the point; None without an error."""
+def _format(value: float, error: float | None) -> str:
+    """Leaves an error two digits of its own, or all before the point; four digits of a value without an error."""
     if error is None or not 1e-9 * max(1.0, abs(value)) < error < math.inf:  # less is rounding
-        return None
-    return max(0, 1 - math.floor(math.log10(error)))
-
-
-def plain(value: float) -> str:
-    return f"{value:#.4g}".rstrip(".")
+        return "#.4g"
+    return f".{max(0, 1 - math.floor(math.log10(error)))}f"
 
 
 def digits(value: float, error: float | None, show_error: bool = True) -> str:
     """`3.254 ± 0.033`: no more digits than the error allows."""
-    n = places(value, error)
-    if n is None:
-        return plain(value)
-    return f"{value:.{n}f} ± {error:.{n}f}" if show_error else f"{value:.{n}f}"
+    form = _format(value, error)
+    text = f"{value:{form}}".rstrip(".")
+    return f"{text} ± {error:{form}}" if show_error and form != "#.4g" else text
 
 
 def with_error(row: dict) -> str:
@@ -74,8 +69,10 @@ def with_error(row: dict) -> str:
 
 def with_interval(value: float, low: float | None, high: float | None) -> str:
     """`1.191 [1.163, 1.220]`: two digits of the interval's half."""
-    n = None if low is None or high is None else places(value, (high - low) / 2)
-    return plain(value) if n is None else f"{value:.{n}f} [{low:.{n}f}, {high:.{n}f}]"
+    half = None if low is None or high is None else (high - low) / 2
+    form = _format(value, half)
+    text = digits(value, half, show_error=False)
+    return text if form == "#.4g" else f"{text} [{low:{form}}, {high:{form}}]"
 
 
 def ratio(pair: dict | None) -> str:
@@ -139,10 +136,10 @@ def _errors(models: Sequence[Measurement], meanings: str) -> str:
 def one_model(model: Measurement) -> Table:
     """A line a length: perplexity, bits per byte, and the ratio to the perplexity at the training length."""
     lines = []
-    for length in model.lengths:
-        cells = [_value(model, length, "perplexity"), _value(model, length, "bits_per_byte", show_error=False)]
-        cells.append(_over_train_length(model, length))
-        lines.append([str(length), *(cells if length in model.losses else [model.row(length)["note"], "", ""])])
+    for n in model.lengths:
+        cells = [_value(model, n, "perplexity"), _value(model, n, "bits_per_byte", show_error=False)]
+        cells = [*cells, _over_train_length(model, n)] if n in model.losses else [model.row(n)["note"], "", ""]
+        lines.append([str(n), *cells])
     header = ["length", "perplexity", "bits/byte", f"÷ at {model.about['train_length']}"]
     return Table("", header, lines, f"{_errors([model], f'{PLUS_MINUS}, {INTERVAL}')}\n{sentence(model)}")
 
@@ -150,13 +147,11 @@ def one_model(model: Measurement) -> Table:
 def by_length(models: Sequence[Measurement], metric: str) -> Table:
     """A line a model, a column a length: `perplexity` or `bits_per_byte`; and the usable length."""
     ended = {f"{m.label}: {m.row(n)['note']}": None for m in models for n in m.lengths if n not in m.losses}
-    cell = lambda model, length: _value(model, length, metric)  # noqa: E731
     usable_is = f"usable: within {WITHIN} of the perplexity at the training length"
     note = "; ".join([_errors(models, f"{PLUS_MINUS}, {INTERVAL}"), usable_is, *ended])
-    table = _over_lengths(metric.replace("_", " "), models, cell, note)
+    table = _over_lengths(metric.replace("_", " "), models, lambda model, n: _value(model, n, metric), note)
     lengths = {m.label: usable(None if m.about.get("truncated") else m.usable_length()) for m in models}
-    rows = [[*row, lengths[row[0]]] for row in table.rows]
-    return Table(table.title, [*table.header, "usable"], rows, note)
+    return Table(table.title, [*table.header, "usable"], [[*row, lengths[row[0]]] for row in table.rows], note)
 
 
 def against_train_length(models: Sequence[Measurement]) -> Table:
@@ -164,9 +159,8 @@ def against_train_length(models: Sequence[Measurement]) -> Table:
     models = [model for model in models if not model.about.get("truncated")]  # these are 1 everywhere
     measured = [model for model in models if model.about["train_length"] in model.losses]
     note = "; ".join([_errors(measured, INTERVAL), *(sentence(model) for model in models if model not in measured)])
-    return _over_lengths(
-        "perplexity ÷ that at the training length, on the same tokens", measured, _over_train_length, note
-    )
+    title = "perplexity ÷ that at the training length, on the same tokens"
+    return _over_lengths(title, measured, _over_train_length, note)
 
 
 def against(models: Sequence[Measurement], reference: Measurement) -> Table:
@@ -175,21 +169,17 @@ def against(models: Sequence[Measurement], reference: Measurement) -> Table:
     pairs = {(m.label, n): m.against(reference, n) for m in others for n in m.lengths}
     seeds = {f"seeds of {label}: {pair['seeds']}": None for (label, _), pair in pairs.items() if pair}
     note = "; ".join([_errors(models, INTERVAL), *(words for words in seeds if words.endswith(")"))])
-    cell = lambda model, length: difference(pairs[model.label, length])  # noqa: E731
-    return _over_lengths(f"nats a token minus those of {reference.label}, on the same tokens", others, cell, note)
+    title = f"nats a token minus those of {reference.label}, on the same tokens"
+    return _over_lengths(title, others, lambda model, n: difference(pairs[model.label, n]), note)
 
 
-def _over_lengths(
-    title: str, models: Sequence[Measurement], cell: Callable[[Measurement, int], str], note: str
-) -> Table:
-    """A line a model, a column a length; models with nothing but 1 are left out. Seeds and training lengths where they
-    differ."""
-    lengths, about = models[0].lengths if models else [], {}
+def _over_lengths(title: str, models: Sequence[Measurement], cell: Callable, note: str) -> Table:
+    """A line a model, a column a length, but for models with nothing but 1; seeds and training lengths that differ."""
+    lengths, about, lines = models[0].lengths if models else [], {}, []
     if any(len(model.seeds) > 1 for model in models):
         about["seeds"] = lambda model: str(len(model.seeds))
     if len({model.about["train_length"] for model in models}) > 1:
         about["trained at"] = lambda model: str(model.about["train_length"])
-    lines = []
     for model in models:
         cells = [cell(model, length) for length in lengths]
         if set(cells) - {NOTHING, "1"}:
@@ -211,14 +201,11 @@ def shift(models: Sequence[Measurement]) -> Table:
 
 def _of_probe(models: Sequence[Measurement], probe: str, x: str, cell: Callable, title: str, note: str) -> Table:
     """A line a model that has the probe, a column an x other than 0; nothing stands past a table."""
-    rows = {model.label: model.probes[probe] for model in models if probe in model.probes}
-    xs, notes = (
-        sorted({row[x] for of_model in rows.values() for row in of_model} - {0}),
-        dict.fromkeys(filter(None, [note])),
-    )
+    of_model = {model.label: model.probes[probe] for model in models if probe in model.probes}
+    xs, notes = sorted({row[x] for rows in of_model.values() for row in rows} - {0}), {note: None}
     lines = []
-    for label, of_model in rows.items():
-        known = {row[x]: cell(row).replace("-", "−") for row in of_model if row["nll"] is not None}
+    for label, rows in of_model.items():
+        known = {row[x]: cell(row).replace("-", "−") for row in rows if row["nll"] is not None}
         lines.append([label, *(known.get(at, NOTHING) for at in xs)])
-        notes |= {f"{label}: {row['note']}": None for row in of_model if "note" in row}
-    return Table(title, ["model", *map(str, xs)], lines, "; ".join(notes))
+        notes |= {f"{label}: {row['note']}": None for row in rows if "note" in row}
+    return Table(title, ["model", *map(str, xs)], lines, "; ".join(filter(None, notes)))
