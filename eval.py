@@ -8,6 +8,7 @@ torchrun --nproc-per-node 2 eval.py                             the same numbers
 """
 
 import glob
+import itertools
 import logging
 import shlex
 import sys
@@ -21,12 +22,11 @@ import hydra
 import torch
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
-from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 import runs
 from data import DataConfig, Tokenizer, get_tokenizer, prepare
-from measure import Measurement, Report, Scoring, Text, comparability, evaluate_lengths, measure
+from measure import Report, Scoring, Text, comparability, evaluate_lengths, measure
 from measure.answers import AnswerReport, evaluate_task, log_answers, measure_task
 from measure.curves import log_measurements
 from measure.groups import labels_of, scaling_words, seedless
@@ -34,7 +34,7 @@ from measure.passes import token_bar
 from measure.probes import PROBES
 from measure.report import coverage
 from measure.windows import PROTOCOLS, default_lengths, default_stride
-from model import GPTConfig
+from model import GPT, GPTConfig
 from model.checkpoint import checkpoints, latest_checkpoint, load_weights, read_config, step_of
 from model.checks import check_whole
 from model.positions import SCHEMES, build_scheme
@@ -76,8 +76,8 @@ def run_folders(config: DictConfig) -> list[Path]:
     found = []
     for name in config.runs if OmegaConf.is_list(config.runs) else [config.runs]:
         path = Path(str(name)).expanduser()
-        matching = [match for match in sorted(glob.glob(str(path))) if (Path(match) / "config.yaml").is_file()]
-        found += [path] if path.exists() or not matching else map(Path, matching)
+        matching = [] if path.exists() else sorted(glob.glob(f"{path}/config.yaml"))
+        found += [Path(match).parent for match in matching] or [path]
     if not found:
         raise ValueError("runs=[]: give at least one run folder, or leave it out for the latest run")
     return list({path.resolve(): path for path in found}.values())
@@ -125,20 +125,18 @@ def scalings_of(config: DictConfig) -> list[dict | None]:
 def plan_runs(config: DictConfig, opened: list[Run]) -> tuple[list[Run], list[str]]:
     """Every run under every scaling that makes sense for it, and why others do not."""
     planned, skipped = [], []
-    for run in opened:
-        model = f"{run.checkpoint.stem} {run.text.about} " if run.text else ""
-        model += seedless(OmegaConf.to_container(run.settings))
-        for scaling in scalings_of(config):
-            label = " ".join([run.settings.name, *scaling_words(scaling)])
-            stretched = scaling is not None and scaling["name"] != "none"
-            if config.scalings is not None and stretched and not SCHEMES[run.config.pos["name"]].rotates:
-                skipped.append(f"{label}: pos={run.config.pos['name']} has no frequencies to scale")
-                continue
-            gpt_config = run.config if scaling is None else replace(run.config, scaling=scaling)
-            key = f"{model} {gpt_config.scaling}"
-            if any((key, run.settings.seed) == (other.key, other.settings.seed) for other in planned):
-                key += f" {run.folder} {label}"  # the same training twice is no second seed
-            planned.append(replace(run, config=gpt_config, scaling=scaling, label=label, key=key))
+    for run, scaling in itertools.product(opened, scalings_of(config)):
+        label, pos = " ".join([run.settings.name, *scaling_words(scaling)]), run.config.pos["name"]
+        stretched = scaling is not None and scaling["name"] != "none"
+        if config.scalings is not None and stretched and not SCHEMES[pos].rotates:
+            skipped.append(f"{label}: pos={pos} has no frequencies to scale")
+            continue
+        gpt_config = run.config if scaling is None else replace(run.config, scaling=scaling)
+        same = (run.checkpoint.stem, run.text and run.text.about, gpt_config.scaling)
+        key = f"{same} {seedless(OmegaConf.to_container(run.settings))}"
+        if any((key, run.settings.seed) == (other.key, other.settings.seed) for other in planned):
+            key += f" {run.folder} {label}"  # the same training twice is no second seed
+        planned.append(replace(run, config=gpt_config, scaling=scaling, label=label, key=key))
     if not planned:
         raise ValueError(f"scalings={list(config.scalings)}: none of them fits these runs ({'; '.join(skipped)})")
     labels = labels_of([run.about for run in planned]).values()
@@ -159,21 +157,6 @@ def scoring_of(config: DictConfig, opened: list[Run]) -> Scoring:
     stride = config.stride or default_stride(min(trained), lengths)
     protocols = PROTOCOLS if config.protocol == "both" else (config.protocol,)
     return Scoring(tuple(lengths), protocols, stride, config.max_targets, config.documents, config.by_position)
-
-
-def measure_run(
-    run: Run, scoring: Scoring, config: DictConfig, device: torch.device, precision: str, bar: tqdm, ranks: Any
-) -> list[Measurement]:
-    """A measurement a protocol; the first also has the probes that are asked for, which the first process makes."""
-    model = load_weights(run.checkpoint, device, run.scaling)
-    with runs.autocast(device, precision):
-        found = measure(model, run.text, scoring, run.about | {"precision": precision}, bar.update, ranks)
-        for name in [name for name in PROBES if config[name] and ranks.first]:
-            try:
-                found[0].probes[name] = PROBES[name](model, run.text.tokens, max(scoring.lengths))
-            except ValueError as error:  # a text or lengths too short for it, or attention without weights
-                log.warning("note: %s of %s: %s", name, run.label, error)
-    return found
 
 
 def evaluate_runs(config: DictConfig, ranks: runs.Ranks = runs.Ranks()) -> list[dict]:  # noqa: B008 (it is frozen)
@@ -208,25 +191,41 @@ def evaluate_runs(config: DictConfig, ranks: runs.Ranks = runs.Ranks()) -> list[
     for reason in skipped:
         log.info("left out %s", reason)
 
+    everything, probes = [], [name for name in PROBES if config[name] and ranks.first]
     with token_bar(total, ranks.first) as bar, logging_redirect_tqdm([logging.getLogger()]):
-        by_run = [measure_run(run, scoring, config, device, precision, bar, ranks) for run in planned]
+        for run in planned:
+            model, about = load_weights(run.checkpoint, device, run.scaling), run.about | {"precision": precision}
+            with runs.autocast(device, precision):
+                found = measure(model, run.text, scoring, about, bar.update, ranks)
+                found[0].probes.update(probed(model, run, max(scoring.lengths), probes))
+            everything += found
     if not ranks.first:
         return []
-    everything = [measurement for found in by_run for measurement in found]
     notes = comparability(everything)
-    if config.truncated:
-        everything += [cut for measurement in everything if (cut := measurement.truncated())]
-    report = Report(everything, config.reference, notes, skipped, commands)
+    cuts = [one.truncated() for one in everything] if config.truncated else []
+    report = Report([*everything, *filter(None, cuts)], config.reference, notes, skipped, commands)
     report.write(out, html=True)
     print(report.text())
     for note in notes:
         log.warning("note: %s", note)
     for run in opened:
+        mine = [one for one in everything if one.about["folder"] == str(run.folder)]
         with wandb_of(run, config) as wandb_run:
-            for found in (found for other, found in zip(planned, by_run, strict=True) if other.folder == run.folder):
-                log_measurements(found, report, wandb_run)
+            for _, found in itertools.groupby(mine, lambda one: one.about["key"]):  # a scaling each
+                log_measurements(list(found), report, wandb_run)
     log.info("wrote    %s", out / "report.html")
     return report.results
+
+
+def probed(model: GPT, run: Run, longest: int, names: list[str]) -> dict:
+    """The results of these probes, by name; a warning for those that cannot be made."""
+    results = {}
+    for name in names:
+        try:
+            results[name] = PROBES[name](model, run.text.tokens, longest)
+        except ValueError as error:  # a text or lengths too short for it, or attention without weights
+            log.warning("note: %s of %s: %s", name, run.label, error)
+    return results
 
 
 def wandb_of(run: Run, config: DictConfig) -> Any:
@@ -280,10 +279,10 @@ def sample_text(config: DictConfig, ranks: runs.Ranks = runs.Ranks()) -> list[st
     # Nothing to continue is a document's beginning, which in training follows another one's end.
     prompts = [torch.tensor(ids or [end], device=device) for ids in run.tokenizer.encode(given)]
     drawing = {key: config[key] for key in ("temperature", "top_k", "top_p")}
-    generator = torch.Generator(device).manual_seed(config.seed)
+    drawing["generator"] = torch.Generator(device).manual_seed(config.seed)
     new, texts, shown, start = [[] for _ in given], given, 0, time.perf_counter()
     with runs.autocast(device, precision):
-        for ids in model.stream(prompts, config.tokens, generator=generator, **drawing):
+        for ids in model.stream(prompts, config.tokens, **drawing):
             for one, following in zip(new, ids.tolist(), strict=True):
                 if following >= 0 and end not in one and len(one) < config.tokens:
                     one.append(following)
