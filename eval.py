@@ -25,7 +25,7 @@ from omegaconf import DictConfig, OmegaConf
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 import runs
-from data import DataConfig, Tokenizer, get_tokenizer, prepare
+from data import DataConfig, get_tokenizer, prepare
 from measure import Report, Scoring, Text, comparability, evaluate_lengths, measure
 from measure.answers import AnswerReport, evaluate_task, log_answers, measure_task
 from measure.curves import log_measurements
@@ -44,7 +44,6 @@ __all__ = ["evaluate_lengths", "evaluate_task"]  # also for scripts and notebook
 
 log = logging.getLogger("ropewalk")
 
-
 ConfigStore.instance().store(name="eval_schema", node=EvalConfig)
 
 
@@ -57,8 +56,7 @@ class Run:
     origin: dict  # where it was trained
     checkpoint: Path
     config: GPTConfig
-    tokenizer: Tokenizer | None  # None: a run of data=task
-    text: Text | None = None
+    text: Text | None = None  # None: not read yet, or a run of data=task
     scaling: dict | None = None
     label: str = ""
     key: str = ""  # equal for seeds of one model
@@ -98,18 +96,17 @@ def open_run(folder: Path, step: int | None) -> Run:
             raise ValueError(f"{folder}: config.yaml says {key}={expected[key]}, its checkpoint {value}")
     if not settings.task and step is None and 0 < step_of(path) < settings.train.max_steps:  # 0: from elsewhere
         log.warning("%s: step %d of %d, not trained to its end", folder, step_of(path), settings.train.max_steps)
-    tokenizer = None if settings.task else get_tokenizer(**settings.tokenizer)
-    return Run(folder, settings, origin, path, config, tokenizer)
+    return Run(folder, settings, origin, path, config)
 
 
 def with_text(run: Run, cache: str | None, ranks: runs.Ranks) -> Run:
     """With the validation split of its data."""
-    data = DataConfig(**run.settings.data)
-    data = data if cache is None else replace(data, cache=cache)
-    files = ranks.in_turn(lambda: prepare(data, run.tokenizer, say=log.info))
+    tokenizer, data = get_tokenizer(**run.settings.tokenizer), DataConfig(**run.settings.data)
+    data = replace(data, cache=cache or data.cache)
+    files = ranks.in_turn(lambda: prepare(data, tokenizer, say=log.info))
     about = {key: files.meta[key] for key in ("corpus", "val_covered", "val_covered_of_train") if key in files.meta}
-    about |= {"fingerprint": files.fingerprint, "tokenizer": run.tokenizer.name}
-    return replace(run, text=Text(files.val, files.val_offsets, run.tokenizer.bytes_per_token, about))
+    about |= {"fingerprint": files.fingerprint, "tokenizer": tokenizer.name}
+    return replace(run, text=Text(files.val, files.val_offsets, tokenizer.bytes_per_token, about))
 
 
 def scalings_of(config: DictConfig) -> list[dict | None]:
@@ -184,8 +181,15 @@ def evaluate_runs(config: DictConfig, ranks: runs.Ranks = runs.Ranks()) -> list[
     for text in {run.text.about["fingerprint"]: run.text for run in opened}.values():
         facts = (text.about["corpus"], scoring.pieces(text)[1], coverage(text.about))
         log.info("text     %s", ", ".join(filter(None, facts)))
-    log.info("lengths  %s, %s windows", ", ".join(map(str, scoring.lengths)), config.protocol)
-    log.info("cost     %s tokens to pass on %s in %s", f"{total:,}", device, precision)
+    lengths = ", ".join(map(str, scoring.lengths))
+    log.info(
+        "lengths  %s, %s windows: %s tokens to pass on %s in %s",
+        lengths,
+        config.protocol,
+        f"{total:,}",
+        device,
+        precision,
+    )
     if config.max_targets is None and "sliding" in scoring.protocols and 4 * scoring.stride < max(scoring.lengths):
         log.info("hint     a larger stride= than %d is cheaper, or max_targets=65536", scoring.stride)
     for reason in skipped:
@@ -274,10 +278,11 @@ def sample_text(config: DictConfig, ranks: runs.Ranks = runs.Ranks()) -> list[st
     if run.settings.task:
         raise ValueError(f"prompt=: {run.folder} is a run of data=task, whose strings are no text")
     precision = runs.pick_precision(config.precision, device)
-    model, end = load_weights(run.checkpoint, device, scalings[0]), run.tokenizer.end_of_document
+    model, tokenizer = load_weights(run.checkpoint, device, scalings[0]), get_tokenizer(**run.settings.tokenizer)
+    end = tokenizer.end_of_document
     given = [str(one) for one in (config.prompt if OmegaConf.is_list(config.prompt) else [config.prompt])]
     # Nothing to continue is a document's beginning, which in training follows another one's end.
-    prompts = [torch.tensor(ids or [end], device=device) for ids in run.tokenizer.encode(given)]
+    prompts = [torch.tensor(ids or [end], device=device) for ids in tokenizer.encode(given)]
     drawing = {key: config[key] for key in ("temperature", "top_k", "top_p")}
     drawing["generator"] = torch.Generator(device).manual_seed(config.seed)
     new, texts, shown, start = [[] for _ in given], given, 0, time.perf_counter()
@@ -286,7 +291,7 @@ def sample_text(config: DictConfig, ranks: runs.Ranks = runs.Ranks()) -> list[st
             for one, following in zip(new, ids.tolist(), strict=True):
                 if following >= 0 and end not in one and len(one) < config.tokens:
                     one.append(following)
-            texts = [prompt + run.tokenizer.decode(one) for prompt, one in zip(given, new, strict=True)]
+            texts = [prompt + tokenizer.decode(one) for prompt, one in zip(given, new, strict=True)]
             if len(given) == 1:
                 text = texts[0].rstrip("\ufffd")  # the bytes of a character may come one by one
                 print(text[shown:], end="", flush=True)

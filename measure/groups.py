@@ -44,10 +44,10 @@ def _together(label: str, seeds: list[Measurement]) -> Measurement:
     first, names = seeds[0], [one.label for one in seeds]
     about = first.about | {"run": label, "runs": names, "seeds": [seed for one in seeds for seed in one.seeds]}
     losses = {length: np.concatenate([one.losses[length] for one in seeds]) for length in first.losses}
-    bins = []
-    for same in zip(*(one.bins for one in seeds), strict=True):
-        low, high, _, counts = same[0]
-        bins.append((low, high, np.concatenate([of_seed for _, _, of_seed, _ in same]), counts))
+    bins = [
+        (low, high, np.concatenate([one.bins[i][2] for one in seeds]), counts)
+        for i, (low, high, _, counts) in enumerate(first.bins)
+    ]
     probes = {
         name: _averaged([one.probes[name] for one in seeds]) for name in ("recall", "shift") if name in first.probes
     }

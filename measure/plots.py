@@ -18,7 +18,6 @@ from model.checkpoint import write_file
 # A scheme's in every figure; Okabe and Ito 2008, and two more. Any other scheme is olive.
 COLOURS = {"rope": "#0072B2", "alibi": "#D55E00", "none": "#000000", "t5": "#009E73", "kerple": "#CC79A7"}
 COLOURS |= {"fire": "#E69F00", "sinusoidal": "#56B4E9", "learned": "#8C564B", "shaw": "#7B3FA0"}
-MARKERS = "osDv^<>PX*"
 LINES = ("-", "--", "-.", (0, (6, 1, 1, 1, 1, 1)), (0, (8, 3)))  # variants of one scheme, one after the other
 GREY = "#777777"
 BANDS = "Bands are ± one standard error; there are none where fewer than ten documents are scored."
@@ -62,26 +61,22 @@ class Plot:
 
 
 def styles(models: Sequence[tuple[str, dict]]) -> dict[str, dict]:
-    """label -> colour, marker and line of a model's curves: a scheme's colour, another line for each variant of it.
+    """label -> colour, line and marker of a model's curves: a scheme's colour, another line for each variant of it.
 
     models: label, and a dict with pos. A control (truncated: the model's own context cut short) is dotted.
     """
     looks, variants = {}, Counter()
     for label, about in dict(models).items():
         name = about["pos"]["name"]
-        line = {"linestyle": LINES[variants[name] % len(LINES)], "marker": MARKERS[len(looks) % len(MARKERS)]}
-        if about.get("truncated"):
-            line = {"linestyle": ":", "marker": ""}
-        else:
-            variants[name] += 1
-        looks[label] = {"color": COLOURS.get(name, "#808000"), **line}
+        line = (":", "") if about.get("truncated") else (LINES[variants[name] % len(LINES)], "o")
+        looks[label] = {"color": COLOURS.get(name, "#808000"), "linestyle": line[0], "marker": line[1]}
+        variants[name] += line[1] != ""
     return looks
 
 
 def literal(label: str) -> str:
-    """A label as it stands: no formula, no leading _, which would hide it from the legend, nothing SVG cannot hold."""
-    shown = "".join(c if c.isprintable() else "\ufffd" for c in label)
-    return "\u200b" + textwrap.shorten(shown, 64, placeholder="…").replace("$", r"\$")
+    """A label as it stands: no formula, no leading _, which would hide it from the legend."""
+    return "\u200b" + textwrap.shorten(label, 64, placeholder="…").replace("$", r"\$")
 
 
 def draw_curves(

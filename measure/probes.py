@@ -1,13 +1,5 @@
-"""What perplexity does not show of a trained model past its training length: three probes.
+"""What perplexity does not show of a trained model past its training length: three probes of a text's tokens (1-D)."""
 
-    recall(model, tokens, longest)                a random string shown twice: is the second copy read off the first?
-    shift(model, tokens)                          the same text at other positions: do only distances count?
-    attention_by_distance(model, tokens, length)  how far back the heads look
-
-tokens are integers, 1-D: real text that the windows, spread over all of it, are cut from.
-"""
-
-from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -30,12 +22,9 @@ BLOCK = 2**23
 def recall(
     model: GPT, tokens: Tensor | np.ndarray, longest: int, string_length: int = 16, trials: int = 64, seed: int = 0
 ) -> list[dict]:
-    """Recall at a distance: the loss on a random string whose first copy lies 2^k tokens back.
-
-    Such copying defines induction heads (Olsson et al. 2022, "In-context Learning and Induction Heads"). A sequence is
-    a string of string_length ids, drawn from the distinct ids of tokens, then text, then the string again. Distances,
-    from start to start, are the powers of two from string_length on that fit into `longest` positions. All distances
-    share the strings and the beginnings of the texts. The control's first copy is another random string.
+    """Recall at a distance: the loss on a random string whose first copy lies 2^k tokens back, as induction heads use
+    it (Olsson et al. 2022). A string of ids of the text, then text, then the string again; the control's first copy is
+    another string. Distances, from start to start, are those that fit into `longest` positions, with equal strings.
 
     Returns one dict a distance: distance; nll, nats a token on the second copy without its first token; control_nll,
     the same in the control; gain, control_nll - nll; stderr and gain_stderr, standard errors over trials (None for one
@@ -67,15 +56,12 @@ def recall(
     return rows
 
 
-def shift(
-    model: GPT, tokens: Tensor | np.ndarray, shifts: Sequence[int] | None = None, windows: int = 32
-) -> list[dict]:
-    """Shift test: the loss on the same text, its positions starting at s instead of 0.
+def shift(model: GPT, tokens: Tensor | np.ndarray, windows: int = 32) -> list[dict]:
+    """Shift test: the loss on the same text, its positions starting at s instead of 0 (Sinha et al. 2022).
 
-    Phase shifting in Sinha et al. 2022, "The Curious Case of Absolute Position Embeddings". A scheme that goes by
-    distances alone changes by rounding only, so autocast is off. shifts: by default 0, n = min(64, T // 4), T
-    and 8T, T being the training length. Up to `windows` windows are T - n tokens long, so that a learned table can be
-    tried at one shift. Frequency scalings go by this length at all shifts.
+    A scheme that goes by distances alone changes by rounding only, so autocast is off. Shifts: 0, n = min(64, T // 4),
+    T and 8T, T being the training length. Up to `windows` windows are T - n tokens long, so that a learned table can be
+    tried at one shift; frequency scalings go by this length.
 
     Returns one dict a shift: shift; length; nll, nats a token; difference, of nll to that at shift 0; stderr, the
     standard error of difference over windows (None for one window); mean_change and max_change, mean and maximum over
@@ -87,7 +73,7 @@ def shift(
     ids = _windows(token_array(tokens), length + 1, windows)
     with torch.inference_mode(), evaluating(model), _no_autocast(model):
         base = _losses(model, ids)
-        for first in sorted({0, near, train_length, 8 * train_length}) if shifts is None else shifts:
+        for first in sorted({0, near, train_length, 8 * train_length}):
             values = ("nll", "difference", "stderr", "mean_change", "max_change")
             rows.append({"shift": first, "length": length, **dict.fromkeys(values)})
             if limit is not None and first + length > limit:

@@ -62,7 +62,7 @@ class Report:
     @cached_property
     def probed(self) -> list[Table]:
         """The probes' tables; losses a token of different tokenizers do not stand side by side."""
-        made = [tables.recall(self.groups), tables.shift(self.groups)] if self.alike else []
+        made = [tables.of_probe(self.groups, probe) for probe in tables.PROBES if self.alike]
         return [table for table in made if table.rows]
 
     def _reference(self, models: list[Measurement]) -> Measurement:

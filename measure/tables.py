@@ -187,23 +187,27 @@ def _over_lengths(title: str, models: Sequence[Measurement], cell: Callable, not
     return Table(title, ["model", *about, *map(str, lengths)], lines, note)
 
 
-def recall(models: Sequence[Measurement]) -> Table:
-    title = "recall: nats a token that a first copy of a random string gains, by tokens from copy to copy"
-    cell = lambda row: digits(row["gain"], row["gain_stderr"])  # noqa: E731
-    return _of_probe(models, "recall", "distance", cell, title, f"{PLUS_MINUS}, over trials or seeds")
+PROBES = {  # x, what stands in a cell, title and note
+    "recall": (
+        "distance",
+        lambda row: digits(row["gain"], row["gain_stderr"]),
+        "recall: nats a token that a first copy of a random string gains, by tokens from copy to copy",
+        f"{PLUS_MINUS}, over trials or seeds",
+    ),
+    "shift": (
+        "shift",
+        lambda row: f"{row['difference']:+.2g} ({row['mean_change']:.1g})",
+        "shift test: change of the loss when all positions are moved, nats a token (mean size for a single token)",
+        "",
+    ),
+}
 
 
-def shift(models: Sequence[Measurement]) -> Table:
-    title = "shift test: change of the loss when all positions are moved, nats a token (mean size for a single token)"
-    cell = lambda row: f"{row['difference']:+.2g} ({row['mean_change']:.1g})"  # noqa: E731
-    return _of_probe(models, "shift", "shift", cell, title, "")
-
-
-def _of_probe(models: Sequence[Measurement], probe: str, x: str, cell: Callable, title: str, note: str) -> Table:
+def of_probe(models: Sequence[Measurement], probe: str) -> Table:
     """A line a model that has the probe, a column an x other than 0; nothing stands past a table."""
+    x, cell, title, note = PROBES[probe]
     of_model = {model.label: model.probes[probe] for model in models if probe in model.probes}
-    xs, notes = sorted({row[x] for rows in of_model.values() for row in rows} - {0}), {note: None}
-    lines = []
+    xs, notes, lines = sorted({row[x] for rows in of_model.values() for row in rows} - {0}), {note: None}, []
     for label, rows in of_model.items():
         known = {row[x]: cell(row).replace("-", "−") for row in rows if row["nll"] is not None}
         lines.append([label, *(known.get(at, NOTHING) for at in xs)])
