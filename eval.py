@@ -13,7 +13,7 @@ import logging
 import shlex
 import sys
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -58,13 +58,7 @@ class Run:
     config: GPTConfig
     text: Text | None = None  # None: not read yet, or a run of data=task
     scaling: dict | None = None
-    label: str = ""
-    key: str = ""  # equal for seeds of one model
-
-    @property
-    def about(self) -> dict:
-        names = {"run": self.label, "folder": str(self.folder), "checkpoint": self.checkpoint.stem, "key": self.key}
-        return names | {"trained_on": self.origin["fingerprint"], "seed": self.settings.seed}
+    about: dict = field(default_factory=dict)  # as of measure.measure
 
 
 def run_folders(config: DictConfig) -> list[Path]:
@@ -89,8 +83,8 @@ def open_run(folder: Path, step: int | None) -> Run:
         raise FileNotFoundError(f"checkpoint={step}: {folder} has checkpoints of steps {', '.join(map(str, of_step))}")
     path = of_step.get(step) or latest_checkpoint(folder)
     plain, config = OmegaConf.to_container(settings), read_config(path)
-    described = {"vocab_size": vocab_size_of(settings), "pos": plain["pos"], "scaling": plain["scaling"]}
-    expected = asdict(GPTConfig.from_dict(plain["model"], **described))
+    plain = {key: plain[key] for key in ("model", "pos", "scaling")} | {"vocab_size": vocab_size_of(settings)}
+    expected = asdict(GPTConfig.from_dict(plain.pop("model"), **plain))
     for key, value in asdict(config).items():
         if value != expected[key]:
             raise ValueError(f"{folder}: config.yaml says {key}={expected[key]}, its checkpoint {value}")
@@ -109,20 +103,14 @@ def with_text(run: Run, cache: str | None, ranks: runs.Ranks) -> Run:
     return replace(run, text=Text(files.val, files.val_offsets, tokenizer.bytes_per_token, about))
 
 
-def scalings_of(config: DictConfig) -> list[dict | None]:
-    """The frequency scalings to measure under; None is the one a run was trained with."""
-    plain = OmegaConf.to_container(config)
-    if plain["scalings"] is None:
-        return [plain["scaling"]]
-    if plain["scaling"] is not None or not plain["scalings"]:
-        raise ValueError(f"scalings={plain['scalings']}: a list of at least one, without scaling=")
-    return [{"name": one} if isinstance(one, str) else one for one in plain["scalings"]]
-
-
 def plan_runs(config: DictConfig, opened: list[Run]) -> tuple[list[Run], list[str]]:
     """Every run under every scaling that makes sense for it, and why others do not."""
-    planned, skipped = [], []
-    for run, scaling in itertools.product(opened, scalings_of(config)):
+    planned, skipped, plain = [], [], OmegaConf.to_container(config)
+    scalings = [plain["scaling"]] if plain["scalings"] is None else plain["scalings"]  # None: as trained
+    if not scalings or (plain["scalings"] and plain["scaling"]):
+        raise ValueError(f"scalings={scalings}: a list of at least one, without scaling=")
+    scalings = [{"name": one} if isinstance(one, str) else one for one in scalings]
+    for run, scaling in itertools.product(opened, scalings):
         label, pos = " ".join([run.settings.name, *scaling_words(scaling)]), run.config.pos["name"]
         stretched = scaling is not None and scaling["name"] != "none"
         if config.scalings is not None and stretched and not SCHEMES[pos].rotates:
@@ -131,9 +119,11 @@ def plan_runs(config: DictConfig, opened: list[Run]) -> tuple[list[Run], list[st
         gpt_config = run.config if scaling is None else replace(run.config, scaling=scaling)
         same = (run.checkpoint.stem, run.text and run.text.about, gpt_config.scaling)
         key = f"{same} {seedless(OmegaConf.to_container(run.settings))}"
-        if any((key, run.settings.seed) == (other.key, other.settings.seed) for other in planned):
+        about = {"run": label, "folder": str(run.folder), "checkpoint": run.checkpoint.stem, "seed": run.settings.seed}
+        if any((key, about["seed"]) == (other.about["key"], other.about["seed"]) for other in planned):
             key += f" {run.folder} {label}"  # the same training twice is no second seed
-        planned.append(replace(run, config=gpt_config, scaling=scaling, label=label, key=key))
+        about |= {"key": key, "trained_on": run.origin["fingerprint"]}
+        planned.append(replace(run, config=gpt_config, scaling=scaling, about=about))
     if not planned:
         raise ValueError(f"scalings={list(config.scalings)}: none of them fits these runs ({'; '.join(skipped)})")
     labels = labels_of([run.about for run in planned]).values()
@@ -228,7 +218,7 @@ def probed(model: GPT, run: Run, longest: int, names: list[str]) -> dict:
         try:
             results[name] = PROBES[name](model, run.text.tokens, longest)
         except ValueError as error:  # a text or lengths too short for it, or attention without weights
-            log.warning("note: %s of %s: %s", name, run.label, error)
+            log.warning("note: %s of %s: %s", name, run.about["run"], error)
     return results
 
 
@@ -271,14 +261,14 @@ def sample_text(config: DictConfig, ranks: runs.Ranks = runs.Ranks()) -> list[st
     """Continue the prompts with one run's model; a single one is shown as it is decoded. Returns the whole texts."""
     config = runs.checked(config, EvalConfig)
     check_whole("seed", config.seed, 0)
-    folders, scalings = run_folders(config), scalings_of(config)
-    if len(folders) > 1 or len(scalings) > 1 or ranks.world_size > 1:
-        raise ValueError("prompt=: continues with one run and one scaling, in one process, without torchrun")
+    folders, scaling = run_folders(config), OmegaConf.to_container(config)["scaling"]
+    if len(folders) > 1 or config.scalings is not None or ranks.world_size > 1:
+        raise ValueError("prompt=: continues with one run, one scaling= and one process, without torchrun")
     run, device = open_run(folders[0], config.checkpoint), runs.pick_device(config.device)
     if run.settings.task:
         raise ValueError(f"prompt=: {run.folder} is a run of data=task, whose strings are no text")
     precision = runs.pick_precision(config.precision, device)
-    model, tokenizer = load_weights(run.checkpoint, device, scalings[0]), get_tokenizer(**run.settings.tokenizer)
+    model, tokenizer = load_weights(run.checkpoint, device, scaling), get_tokenizer(**run.settings.tokenizer)
     end = tokenizer.end_of_document
     given = [str(one) for one in (config.prompt if OmegaConf.is_list(config.prompt) else [config.prompt])]
     # Nothing to continue is a document's beginning, which in training follows another one's end.
