@@ -19,11 +19,10 @@ def labels_of(runs: Sequence[dict]) -> dict[str, str]:
     another key has that label. runs: dicts with key, run (a name) and folder."""
     labels: dict[str, str] = {}
     for one in runs:
-        same = {other["run"] for other in runs if other["key"] == one["key"]}
-        label = re.sub(r"[_\- ]*seed[_\-= ]*\d+", "", one["run"]) if len(same) > 1 else one["run"]
-        label = label or one["run"]
-        taken = label in (other for key, other in labels.items() if key != one["key"])
-        labels.setdefault(one["key"], f"{label} ({one['folder']})" if taken else label)
+        if one["key"] not in labels:
+            several = len({other["run"] for other in runs if other["key"] == one["key"]}) > 1
+            label = (several and re.sub(r"[_\- ]*seed[_\-= ]*\d+", "", one["run"])) or one["run"]
+            labels[one["key"]] = f"{label} ({one.get('folder')})" if label in labels.values() else label
     return labels
 
 
@@ -48,9 +47,8 @@ def _together(label: str, seeds: list[Measurement]) -> Measurement:
         (low, high, np.concatenate([one.bins[i][2] for one in seeds]), counts)
         for i, (low, high, _, counts) in enumerate(first.bins)
     ]
-    probes = {
-        name: _averaged([one.probes[name] for one in seeds]) for name in ("recall", "shift") if name in first.probes
-    }
+    shown = {"recall", "shift"} & first.probes.keys()
+    probes = {name: _averaged([one.probes[name] for one in seeds]) for name in shown}
     return replace(first, about=about, losses=losses, bins=bins, probes=probes)
 
 

@@ -279,10 +279,9 @@ def evaluate_lengths(
     """Mean loss of a text at each context length. Runs under whatever autocast is on; dropout is off.
 
     tokens: integers, 1-D. stride: sliding only, targets scored a window, each with length - stride + 1 to length tokens
-    of context. max_targets: score at most that many, spread over the text (None: all). bytes_per_token: (vocab_size,),
-    for bits_per_byte. batch_tokens changes speed and memory, not results. progress: show a bar. documents: integers
-    (documents + 1,), where each document begins, and the end: no window crosses a border, and only documents that hold
-    the longest window are scored.
+    of context. max_targets: score at most that many, spread over the text. bytes_per_token: (vocab_size,), for
+    bits_per_byte. batch_tokens changes speed and memory, not results. documents: integers (documents + 1,), where each
+    begins, and the end: no window crosses a border, and only documents that hold the longest window are scored.
 
     Returns one dict a length: length; nll, nats a token, the sum of all losses over their count; perplexity; stderr and
     the 95 % interval from low to high of nll, over windows or, where given, documents, None for a single one; scored,

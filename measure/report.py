@@ -161,7 +161,7 @@ def comparability(measurements: Sequence[Measurement]) -> list[str]:
     """What a reader must know before comparing these numbers."""
     about, notes = [measurement.about for measurement in measurements], []
     for one in about:
-        if one["trained_on"] != one["fingerprint"]:
+        if one.get("trained_on", one["fingerprint"]) != one["fingerprint"]:
             now = f"{one['corpus']} is now {one['fingerprint']}: validation text may have been in its training text"
             notes.append(f"{one['run']} was trained on data {one['trained_on']}, but {now}")
     if len({one["fingerprint"] for one in about}) > 1:
