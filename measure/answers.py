@@ -7,7 +7,6 @@ same as whether greedy decoding gives the answer.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import numpy as np
 import torch
 
 from measure import plots
-from measure.groups import Group, grouped
+from measure.groups import by_model
 from measure.report import figures, write_files
 from measure.tables import NOTHING, Table
 from model import GPT
@@ -37,16 +36,15 @@ def evaluate_task(model: GPT, task: Any, ranges: Sequence[tuple[int, int]] | Non
 
     task: a data.Task. Where a learned table ends before a range's strings, exact_match is None, with a note.
     """
-    rows = []
-    for bounds in ranges or task.ranges:
-        row, right, n = {"range": "-".join(map(str, bounds)), "from": bounds[0], "to": bounds[1]}, 0, 0
+    rows, limit = [], model.pos.max_length
+    for first, last in ranges or task.ranges:
+        row, right, n = {"range": f"{first}-{last}", "from": first, "to": last}, 0, 0
         rows.append(row)
-        limit = model.pos.max_length
-        if limit is not None and task.kind.size(bounds[1]) - 1 > limit:
+        if limit is not None and task.kind.size(last) - 1 > limit:
             row |= {"exact_match": None, "low": None, "high": None, "note": f"table ends at {limit}"}
             continue
         with evaluating(model):
-            for batch in task.test_batches(bounds, BATCH):
+            for batch in task.test_batches((first, last), BATCH):
                 inputs, targets = (torch.from_numpy(part).to(model.embedding.weight.device) for part in batch)
                 wrong = (model(inputs).argmax(dim=-1) != targets) & (targets != -100)
                 right, n = right + int((~wrong.any(dim=1)).sum()), n + len(inputs)
@@ -55,10 +53,10 @@ def evaluate_task(model: GPT, task: Any, ranges: Sequence[tuple[int, int]] | Non
     return rows
 
 
-def with_interval(row: dict) -> str:
+def with_interval(row: dict | None) -> str:
     """`0.9985 [0.9956, 0.9995]`, or where a table ends."""
-    if row["exact_match"] is None:
-        return row["note"]
+    if row is None or row["exact_match"] is None:
+        return NOTHING if row is None else row["note"]
     value, low, high = (f"{row[key]:.4f}".rstrip("0").rstrip(".") for key in ("exact_match", "low", "high"))
     return f"{value} [{low}, {high}]"
 
@@ -86,7 +84,7 @@ def over_seeds(seeds: Sequence[Answers], span: str) -> dict | None:
     values = [row["exact_match"] for row in rows]
     if len(rows) < 2 or None in values:
         return rows[0] if rows else None
-    return rows[0] | {"exact_match": float(np.mean(values)), "low": min(values), "high": max(values)}
+    return rows[0] | {"exact_match": math.fsum(values) / len(values), "low": min(values), "high": max(values)}
 
 
 @dataclass
@@ -97,7 +95,7 @@ class AnswerReport:
     commands: Sequence[str] = ()
 
     def __post_init__(self):
-        self.groups = grouped(self.answers)
+        self.models = by_model(self.answers)
         rows = sorted((row for one in self.answers for row in one.rows), key=lambda row: row["to"])
         self.spans = list(dict.fromkeys(row["range"] for row in rows))
 
@@ -106,50 +104,39 @@ class AnswerReport:
         return [one.about | {"rows": one.rows} for one in self.answers]
 
     @property
-    def tables(self) -> list[Table]:
-        """Run by run; before it, seeds together: all, and those without a wrong answer in their first range, which is
-        what papers average over."""
-        several = [group for group in self.groups if len(group.members) > 1]
-        right = [Group(g.label, [m for m in g.members if m.rows[0]["exact_match"] == 1]) for g in several]
-        made = []
-        for title, groups in (
-            ("exact match by length, mean over seeds", several),
-            ("the same, of the seeds without a wrong answer in the first range", right),
-        ):
-            rows = [[g.label, str(len(g.members)), *self._cells(g.members)] for g in groups if g.members]
-            made.append(Table(title, ["model", "seeds", *self.spans], rows, "[ ]: lowest and highest seed"))
-        rows = [[m.about["run"], str(m.about["seed"]), *self._cells([m])] for m in self.answers]
-        note = "[ ]: Wilson's 95 % interval over test strings"
-        made.append(Table("exact match by length", ["run", "seed", *self.spans], rows, note))
-        return [table for table in made if table.rows]
-
-    def _cells(self, seeds: Sequence[Answers]) -> list[str]:
-        return [with_interval(row) if (row := over_seeds(seeds, span)) else NOTHING for span in self.spans]
+    def table(self) -> Table:
+        """Models of several seeds, and those of their seeds without a wrong answer in the first range, which is what
+        papers average over; then run by run."""
+        lines = []
+        for label, seeds in self.models:
+            right = [one for one in seeds if one.rows[0]["exact_match"] == 1]
+            lines += [(label, seeds), (f"{label}, seeds right in {self.spans[0]}", right)] if len(seeds) > 1 else []
+        lines += [(one.about["run"], [one]) for one in self.answers]
+        rows = [
+            [name, str(len(of)), *(with_interval(over_seeds(of, s)) for s in self.spans)] for name, of in lines if of
+        ]
+        note = "[ ]: Wilson's 95 % interval over test strings; of several seeds, lowest and highest seed"
+        return Table("exact match by length", ["model", "seeds", *self.spans], rows, note)
 
     def text(self) -> str:
-        return "\n\n".join(table.text() for table in self.tables)
+        return self.table.text()
 
     def write(self, folder: Path, html: bool = False) -> None:
         """extrapolation.json and extrapolation.png; with html also the SVG and report.html."""
         caption = "Bars: 95 % interval over test strings; of several seeds, the lowest and highest."
         made = {"extrapolation": plots.Plot([self._draw], caption)}
-        page = ["<h1>Exact match by length</h1>", figures(made), *(table.html() for table in self.tables)]
-        page.append(f"<pre>{escape(chr(10).join(self.commands))}</pre>")
-        several = {"commands": list(self.commands), "results": self.results}
-        document = self.results[0] if len(self.answers) == 1 else several
-        write_files(folder, made, document, page if html else None)
+        body = ["<h1>Exact match by length</h1>", figures(made), self.table.html()] if html else None
+        document = {"commands": list(self.commands), "results": self.results}
+        write_files(folder, made, self.results[0] if len(self.answers) == 1 else document, body, self.commands)
 
     def _draw(self, axes: Any) -> None:
-        """A curve a model over the ranges of lengths, a little beside each other."""
-        looks = plots.styles(self.groups)
-        for i, group in enumerate(self.groups):
-            rows = [(place, over_seeds(group.members, span)) for place, span in enumerate(self.spans)]
-            rows = [(place + 0.03 * i, row) for place, row in rows if row and row["exact_match"] is not None]
-            values = [row["exact_match"] for _, row in rows]
-            bars = [[abs(row[end] - row["exact_match"]) for _, row in rows] for end in ("low", "high")]
-            at = [place for place, _ in rows]
-            axes.errorbar(at, values, yerr=bars, label=plots.literal(group.label), capsize=3, **looks[group.label])
-        axes.set_xticks(range(len(self.spans)), self.spans)
+        """A curve a model over the ranges of lengths."""
+        looks = plots.styles([(label, seeds[0].about) for label, seeds in self.models])
+        for label, seeds in self.models:
+            rows = [over_seeds(seeds, span) or {} for span in self.spans]
+            middle, *ends = (np.array([row.get(key) for row in rows], float) for key in ("exact_match", "low", "high"))
+            look = {"label": plots.literal(label), "capsize": 3, **looks[label]}
+            axes.errorbar(self.spans, middle, [abs(middle - end) for end in ends], **look)
         axes.set(xlabel="length of the input", ylabel="exact match of the answer", ylim=(-0.03, 1.03))
         axes.grid(alpha=0.25)
 

@@ -1,5 +1,6 @@
 """One model measured on one text: what to score, the losses of each document at each length, and the rows they make."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -9,11 +10,13 @@ import numpy as np
 import torch
 
 from measure.passes import BATCH_TOKENS, plan_passes, score, token_bar
-from measure.statistics import ENOUGH_DOCUMENTS, estimate, exp, ratio_and_error
+from measure.statistics import ENOUGH_DOCUMENTS, estimate, exp
 from measure.windows import PROTOCOLS, Windows, cut, cut_by_position, stretches, widening_edges
 from model import GPT
 from model.checks import check_whole
 from model.positions import PositionScheme
+
+TOLERANCE = 0.03  # how far perplexity may rise above that at the training length within the usable length
 
 
 @dataclass(frozen=True)
@@ -28,7 +31,7 @@ class Text:
 
     def bytes_of(self, windows: Windows) -> np.ndarray:
         """Bytes of each window's targets, int64 (windows,)."""
-        before = np.concatenate(([0], np.cumsum(self.bytes_per_token[self.tokens], dtype=np.int64)))
+        before = np.append(0, np.cumsum(self.bytes_per_token[self.tokens], dtype=np.int64))
         return before[windows.spans[:, 2]] - before[windows.spans[:, 1]]
 
 
@@ -45,16 +48,12 @@ class Scoring:
 
     def pieces(self, text: Text) -> tuple[np.ndarray, str]:
         """Where windows may lie, int64 (pieces, 2), and in words which documents those are. Raises ValueError."""
-        if self.documents not in (None, "within", "across"):
-            raise ValueError(f"documents={self.documents!r}: use within or across, or null to let the corpus decide")
         self._check(len(text.tokens))
         total, longest = len(text.offsets) - 1, max(self.lengths)
         inside = stretches(len(text.tokens), longest, text.offsets)
         if self.documents == "within" and not len(inside):
-            raise ValueError(
-                f"documents=within: no document holds a window of {longest} tokens and its target, the longest has "
-                f"{np.diff(text.offsets).max()}; use shorter lengths or documents=across"
-            )
+            most = f"the longest has {np.diff(text.offsets).max()}; use shorter lengths or documents=across"
+            raise ValueError(f"documents=within: no document holds a window of {longest} tokens and its target, {most}")
         if self.documents == "within" or (self.documents is None and len(inside) >= ENOUGH_DOCUMENTS):
             return inside, f"within documents: {len(inside)} of {total} hold a window of {longest}"
         return stretches(len(text.tokens), longest), f"across the borders of {total} documents"
@@ -63,22 +62,20 @@ class Scoring:
         """ValueError for settings that do not fit the text or each other."""
         if unknown := [protocol for protocol in self.protocols if protocol not in PROTOCOLS]:
             raise ValueError(f"protocol={unknown[0]!r}: use {' or '.join(PROTOCOLS)}")
+        if self.documents not in (None, "within", "across"):
+            raise ValueError(f"documents={self.documents!r}: use within or across, or null to let the corpus decide")
         if not self.lengths:
             raise ValueError("lengths=[]: give at least one length")
         for length in self.lengths:
             check_whole("lengths", length)
-        if max(self.lengths) >= n_tokens:
-            raise ValueError(
-                f"lengths={list(self.lengths)}: a window of {max(self.lengths)} and its target do not fit into the "
-                f"{n_tokens} tokens of the text; use shorter lengths or more text"
-            )
+        shortest, longest = min(self.lengths), max(self.lengths)
+        if longest >= n_tokens:
+            way_out = f"the {n_tokens} tokens of the text; use shorter lengths or more text"
+            raise ValueError(f"lengths={longest}: a window of {longest} and its target do not fit into {way_out}")
         check_whole("max_targets", self.max_targets, optional=True)
-        if "sliding" in self.protocols:
-            check_whole("stride", self.stride)
-            if self.stride > min(self.lengths):
-                raise ValueError(
-                    f"stride={self.stride}: must be no larger than the shortest length, {min(self.lengths)}"
-                )
+        check_whole("stride", self.stride)
+        if "sliding" in self.protocols and self.stride > shortest:
+            raise ValueError(f"stride={self.stride}: must be no larger than the shortest length, {shortest}")
 
     def windows(self, text: Text, scheme: PositionScheme) -> dict[str, list[Windows]]:
         """Those of each protocol, a Windows a length, and by_position, a Windows a bin; split at documents' borders."""
@@ -100,12 +97,12 @@ class Scoring:
 
 @dataclass(frozen=True, eq=False)
 class Measurement:
-    """One model under one protocol. At every length the same tokens of the same documents are scored.
+    """One model, of one seed or of several, under one protocol. Every length scores the same tokens.
 
-    about: what was measured, and how. losses: length -> (documents,), nats summed over the scored tokens of each
-    document that has any; counts, n_bytes: (documents,), of these tokens. Lengths past a learned table, which ends at
-    `limit`, have no losses. bins: first and last position (exclusive), losses and counts by document. probes: results
-    of measure.probes, by name.
+    about: what was measured, and how. losses: length -> float64 (seeds, documents), nats summed over the scored tokens
+    of each document that has any; counts, n_bytes: (documents,), of these tokens. Lengths past a learned table, which
+    ends at `limit`, have no losses. bins: first and last position (exclusive), losses and counts. probes: results of
+    measure.probes, by name.
     """
 
     about: dict
@@ -118,20 +115,75 @@ class Measurement:
     probes: dict[str, Any] = field(default_factory=dict)
 
     @property
+    def label(self) -> str:
+        return self.about["run"]
+
+    @property
+    def seeds(self) -> list[int]:
+        return self.about.get("seeds", [self.about.get("seed", 0)])
+
+    @property
     def rows(self) -> list[dict]:
         return [self.row(length) for length in self.lengths]
 
     def row(self, length: int) -> dict:
-        """length; nll (nats a token), perplexity, stderr (of nll, over documents), scored (tokens), bits_per_byte; and
-        against_train_length, how much nll is above that at the training length. Past a table None, with a note."""
+        """length, and what row_of says; against_train_length: how much nll is above that at the training length."""
         if length not in self.losses:
-            return empty_row(length, self.limit, with_bytes=True)
-        row = _row(length, self.losses[length], self.counts, self.n_bytes, ENOUGH_DOCUMENTS)
-        base = self.about["train_length"]
-        if base in self.losses and length != base:
-            found = estimate((self.losses[length] - self.losses[base])[None], self.counts)
-            row["against_train_length"] = {"difference": found.pop("value"), **found}
-        return row
+            return {"length": length, **past_table(self.limit)}
+        row = {"length": length, **row_of(self.losses[length], self.counts, self.n_bytes)}
+        pair = self.over_train_length(length)
+        return row if pair is None or length == self.about["train_length"] else row | {"against_train_length": pair}
+
+    @property
+    def by_position(self) -> list[dict]:
+        return [{"from": low, "to": high, **row_of(losses, counts)} for low, high, losses, counts in self.bins]
+
+    @property
+    def result(self) -> dict:
+        """All of it as plain values."""
+        about = {key: value for key, value in self.about.items() if key != "key"}
+        by_position = {"by_position": self.by_position} if self.bins else {}
+        return {**about, "rows": self.rows, "usable_length": self.usable_length(), **self.probes, **by_position}
+
+    def against(self, other: "Measurement", length: int, other_length: int | None = None) -> dict | None:
+        """Nats a token above the other's: difference, error, low, high, documents; seeds, in words. Of equal seeds the
+        difference is taken seed by seed. None where either was not measured, or not on the same tokens."""
+        a, b = self.losses.get(length), other.losses.get(other_length or length)
+        same_text = all(self.about[key] == other.about[key] for key in ("fingerprint", "tokenizer", "protocol"))
+        if a is None or b is None or not same_text or not np.array_equal(self.counts, other.counts):
+            return None
+        seeds, others = (", ".join(map(str, one.seeds)) for one in (self, other))
+        if sorted(self.seeds) == sorted(other.seeds):
+            found = estimate(a - b[[other.seeds.index(seed) for seed in self.seeds]], self.counts)
+            seeds = f"{seeds} (paired)" if len(a) > 1 else seeds
+        else:
+            found, seeds = estimate(a, self.counts, minus=b), f"{seeds} against {others} (not paired)"
+        return {"difference": found.pop("value"), **found, "seeds": seeds}
+
+    def over_train_length(self, length: int) -> dict | None:
+        return self.against(self, length, self.about["train_length"])
+
+    def usable_length(self) -> dict | None:
+        """The context up to which perplexity stays within TOLERANCE of that at the training length, on the same tokens.
+
+        value, interpolated in the logarithm of the length; low and high, its 95 % interval: where the upper and the
+        lower end of the difference's intervals leave the tolerance. What never leaves it is the longest length, and
+        `open` names it. Of a learned table: its end, with a note. None where the training length was not measured.
+        """
+        base, found = self.about["train_length"], {"open": []}
+        if base not in self.losses:
+            return None
+        lengths = [length for length in self.lengths if length >= base and length in self.losses]
+        pairs = [self.over_train_length(length) for length in lengths]
+        for key, end in (("value", "difference"), ("low", "high"), ("high", "low")):
+            ends = [pair[end] for pair in pairs]
+            at = None if None in ends else _crossing(lengths, ends, math.log1p(TOLERANCE))
+            found[key] = None if None in ends else at or float(lengths[-1])
+            found["open"] += [key] if at is None and found[key] else []
+        if self.limit is not None and self.limit < self.lengths[-1] and "value" in found["open"]:
+            note = f"table ends at {self.limit}"
+            found = {"value": float(self.limit), "low": None, "high": None, "open": [], "note": note}
+        return found
 
     def truncated(self) -> "Measurement | None":
         """The same model with its context cut to the last train_length tokens; None without their sliding windows."""
@@ -139,19 +191,42 @@ class Measurement:
         if self.about["protocol"] != "sliding" or base not in self.losses:
             return None
         losses = {n: self.losses[min(n, base)] for n in self.lengths if min(n, base) in self.losses}
-        name, key = f"{self.about['run']}, last {base}", f"{self.about['key']}, truncated"
-        about = self.about | {"run": name, "key": key, "truncated": True}
-        return replace(self, about=about, losses=losses, limit=None, bins=(), probes={})
+        names = {"run": f"{self.label}, last {base}", "key": f"{self.about['key']}, truncated", "truncated": True}
+        return replace(self, about=self.about | names, losses=losses, limit=None, bins=(), probes={})
 
-    @property
-    def result(self) -> dict:
-        """All of it as plain values."""
-        about = {key: value for key, value in self.about.items() if key != "key"}
-        result = {**about, "rows": self.rows, **self.probes}
-        if self.bins:
-            rows = [{"from": low, **_row(high, *sums, least=ENOUGH_DOCUMENTS)} for low, high, *sums in self.bins]
-            result["by_position"] = [{"from": row["from"], "to": row.pop("length"), **row} for row in rows]
-        return result
+
+def row_of(
+    losses: np.ndarray, counts: np.ndarray, n_bytes: np.ndarray | None = None, least: int = ENOUGH_DOCUMENTS
+) -> dict:
+    """nll (nats a token, the mean over seeds), perplexity (of that mean), stderr (of nll), low and high (its 95 %
+    interval), scored (tokens), bits_per_byte. losses: (seeds, documents) or (documents,); the others: (documents,)."""
+    found = estimate(np.atleast_2d(losses), counts, least=least)
+    nll, scored, size = found["value"], int(counts.sum()), 0 if n_bytes is None else n_bytes.sum()
+    row = {"nll": nll, "perplexity": exp(nll), "stderr": found["error"], "low": found["low"], "high": found["high"]}
+    return row | {"scored": scored, "bits_per_byte": float(nll * scored / size / math.log(2)) if size else None}
+
+
+def of_metric(row: dict, metric: str) -> tuple[float | None, float | None]:
+    """A row as perplexity or bits_per_byte: value and standard error (delta method)."""
+    value, error = row[metric], row["stderr"]
+    if value is None or error is None:
+        return value, None
+    return value, value * error if metric == "perplexity" else value / row["nll"] * error
+
+
+def past_table(limit: int) -> dict:
+    """The row of a length that the model has no positions for."""
+    empty = dict.fromkeys(("nll", "perplexity", "stderr", "low", "high", "bits_per_byte"))
+    return {**empty, "scored": 0, "note": f"table ends at {limit}"}
+
+
+def _crossing(lengths: Sequence[int], values: Sequence[float], level: float) -> float | None:
+    """Where values first rise above level, or are no numbers, linear in the logarithm of the length; None: nowhere."""
+    for i in range(1, len(values)):
+        if not values[i] <= level:
+            share = (level - values[i - 1]) / (values[i] - values[i - 1])
+            return float(lengths[i - 1] * (lengths[i] / lengths[i - 1]) ** (share if math.isfinite(share) else 0))
+    return None
 
 
 def measure(
@@ -164,31 +239,28 @@ def measure(
 ) -> list[Measurement]:
     """A measurement for each protocol; the first also has the loss by position. Autocast is the caller's.
 
-    about: run (its name), folder, checkpoint, precision, seed, and what else to say of the model; key, equal for models
-    that differ in their seed only. progress: called now and then with the tokens passed since. ranks: runs.Ranks of a
-    torchrun job. Raises ValueError for what does not fit the text.
+    about: run (its name), seed, key (equal for models that differ in their seed only), and what else to say of the
+    model. progress: called now and then with the tokens passed since. ranks: runs.Ranks of a torchrun job.
     """
-    parts, c = scoring.windows(text, model.pos), model.config
+    parts, c, offsets = scoring.windows(text, model.pos), model.config, text.offsets
     every = [windows for part in parts.values() for windows in part]
     losses = iter(score(model, text.tokens, every, progress=progress, ranks=ranks))
-    sums = {name: [w.sums(next(losses), text.offsets) for w in part] for name, part in parts.items()}
-    common = {"key": about["run"], "seed": 0, **about, **text.about, "documents": scoring.pieces(text)[1]}
-    common |= {"pos": c.pos, "scaling": c.scaling, "train_length": c.train_length}
-    found, bins = [], []
-    if "by_position" in parts:
-        edges = pairwise(widening_edges(parts["by_position"][0].length))
-        for (low, high), windows, values in zip(edges, parts["by_position"], sums["by_position"], strict=True):
-            bins.append((low, high, values, windows.sums(windows.counts, text.offsets)))
-    for protocol in scoring.protocols:
-        counts = n_bytes = np.zeros(0)
-        for windows in parts[protocol][:1]:  # these are the same at every length
-            counts = windows.sums(windows.counts, text.offsets)
-            n_bytes = windows.sums(text.bytes_of(windows), text.offsets)
-        stride = scoring.stride if protocol == "sliding" else None
-        used = {**common, "protocol": protocol, "stride": stride, "max_targets": scoring.max_targets}
-        of_length = {w.length: values for w, values in zip(parts[protocol], sums[protocol], strict=True)}
+    sums = {name: [w.sums(next(losses), offsets) for w in part] for name, part in parts.items()}
+    about = {"key": about["run"], "seed": 0, **about, **text.about, "documents": scoring.pieces(text)[1]}
+    about |= {"pos": c.pos, "scaling": c.scaling, "train_length": c.train_length, "max_targets": scoring.max_targets}
+    positions, found = parts.pop("by_position", []), []
+    edges = pairwise(widening_edges(positions[0].length)) if positions else []
+    bins = [
+        (low, high, values[None], w.sums(w.counts, offsets))
+        for (low, high), w, values in zip(edges, positions, sums.get("by_position", []), strict=True)
+    ]
+    for protocol, part in parts.items():
+        one = part[0] if part else Windows(0, np.zeros((0, 3), dtype=np.int64))  # no length is within the table
+        counts, n_bytes = (one.sums(of, offsets) for of in (one.counts, text.bytes_of(one)))
+        used = about | {"protocol": protocol, "stride": scoring.stride if protocol == "sliding" else None}
+        of_length = {w.length: values[None] for w, values in zip(part, sums[protocol], strict=True)}
         found.append(Measurement(used, scoring.lengths, of_length, counts, n_bytes, model.pos.max_length, bins))
-        bins = []
+        bins = []  # of the first protocol only
     return found
 
 
@@ -207,57 +279,32 @@ def evaluate_lengths(
     """Mean loss of a text at each context length. Runs under whatever autocast is on; dropout is off.
 
     tokens: integers, 1-D. stride: sliding only, targets scored a window, each with length - stride + 1 to length tokens
-    of context. max_targets: score at most that many, spread over the text (None: all). bytes_per_token: (vocab_size,),
-    adds bits_per_byte. batch_tokens changes speed and memory, not results. progress: show a bar. documents: integers
-    (documents + 1,), where each document begins, and the end: no window crosses a border, and only documents that hold
-    the longest window are scored.
+    of context. max_targets: score at most that many, spread over the text. bytes_per_token: (vocab_size,), for
+    bits_per_byte. batch_tokens changes speed and memory, not results. documents: integers (documents + 1,), where each
+    begins, and the end: no window crosses a border, and only documents that hold the longest window are scored.
 
-    Returns one dict a length: length; nll, nats a token, the sum of all losses over their count; perplexity; stderr,
-    the standard error of nll (ratio estimator) over windows, or over `documents` where they are given, None for a
-    single one; scored, the tokens counted. Past a learned table nll, perplexity and stderr are None, scored is 0 and
-    `note` says where the table ends. Raises ValueError for settings that do not fit the text or each other, and ids
-    outside the vocabulary.
+    Returns one dict a length: length; nll, nats a token, the sum of all losses over their count; perplexity; stderr and
+    the 95 % interval from low to high of nll, over windows or, where given, documents, None for a single one; scored,
+    the tokens counted; bits_per_byte. Past a learned table these are None, scored is 0 and `note` says where it ends.
+    Raises ValueError for what does not fit, and for ids outside the vocabulary.
     """
-    tokens, lengths = token_array(tokens), tuple(np.asarray(lengths).tolist())
-    if bytes_per_token is not None and len(bytes_per_token) < model.config.vocab_size:
-        raise ValueError(f"bytes_per_token has {len(bytes_per_token)} entries for {model.config.vocab_size} ids")
+    tokens, vocab_size = token_array(tokens), model.config.vocab_size
+    sizes = np.zeros(vocab_size, dtype=np.int64) if bytes_per_token is None else bytes_per_token
+    if len(sizes) < vocab_size:
+        raise ValueError(f"bytes_per_token has {len(sizes)} entries for {vocab_size} ids")
     offsets = np.array([0, len(tokens)] if documents is None else documents)
     if len(offsets) < 2 or (np.diff(offsets) <= 0).any() or offsets[0] < 0 or offsets[-1] > len(tokens):
         raise ValueError(f"documents must be growing offsets, (documents + 1,), from 0 to {len(tokens)} at most")
-    within = "across" if documents is None else "within"
-    text, scoring = (
-        Text(tokens, offsets, bytes_per_token, {}),
-        Scoring(lengths, (protocol,), stride, max_targets, within),
-    )
+    text, within = Text(tokens, offsets, sizes, {}), "across" if documents is None else "within"
+    scoring = Scoring(tuple(np.asarray(lengths).tolist()), (protocol,), stride, max_targets, within)
     windows = scoring.windows(text, model.pos)[protocol]
     with token_bar(scoring.cost(text, model.pos), progress) as bar:
         losses = score(model, tokens, windows, batch_tokens, bar.update)
-    rows = {}
+    rows = dict.fromkeys(scoring.lengths, past_table(model.pos.max_length))
+    borders = None if documents is None else offsets
     for w, values in zip(windows, losses, strict=True):
-        columns = [values, w.counts] + ([] if bytes_per_token is None else [text.bytes_of(w)])
-        if documents is not None:
-            columns = [w.sums(column, offsets) for column in columns]
-        rows[w.length] = _row(w.length, *columns)
-    past = {length: empty_row(length, model.pos.max_length, bytes_per_token is not None) for length in lengths}
-    return [rows.get(length, past[length]) for length in lengths]
-
-
-def _row(
-    length: int, losses: np.ndarray, counts: np.ndarray, n_bytes: np.ndarray | None = None, least: int = 2
-) -> dict:
-    """Losses, counts and bytes of clusters: all (clusters,). Fewer than `least` have no error."""
-    nll, stderr = ratio_and_error(losses, counts)
-    stderr = stderr if len(counts) >= least else None
-    row = {"length": length, "nll": nll, "perplexity": exp(nll), "stderr": stderr, "scored": int(counts.sum())}
-    if n_bytes is not None:
-        row["bits_per_byte"] = float(losses.sum() / np.log(2) / n_bytes.sum()) if n_bytes.sum() else None
-    return row
-
-
-def empty_row(length: int, limit: int, with_bytes: bool) -> dict:
-    """The row of a length that the model has no positions for."""
-    row = {"length": length, "nll": None, "perplexity": None, "stderr": None, "scored": 0}
-    return row | ({"bits_per_byte": None} if with_bytes else {}) | {"note": f"table ends at {limit}"}
+        rows[w.length] = row_of(*(w.sums(of, borders) for of in (values, w.counts, text.bytes_of(w))), least=2)
+    return [{"length": length, **row} for length, row in rows.items()]
 
 
 def token_array(tokens: torch.Tensor | np.ndarray) -> np.ndarray:

@@ -50,8 +50,8 @@ def score(
 ) -> list[np.ndarray]:
     """Of each list of windows the losses, float64 (windows,), in nats summed over each window's targets.
 
-    The processes of a job (ranks) take turns: round by round each passes another batch, and then all have the losses of
-    all of them. progress: called after each round with the tokens passed in it. Dropout is off.
+    The processes of a job (ranks) take turns with the batches, and then all have all losses. progress: called after
+    each round with the tokens passed in it. Dropout is off.
     """
     if not windows:  # a learned table shorter than all lengths
         return []

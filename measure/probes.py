@@ -1,13 +1,5 @@
-"""What perplexity does not show of a trained model past its training length: three probes.
+"""What perplexity does not show of a trained model past its training length: three probes of a text's tokens (1-D)."""
 
-    recall(model, tokens, longest)                a random string shown twice: is the second copy read off the first?
-    shift(model, tokens)                          the same text at other positions: do only distances count?
-    attention_by_distance(model, tokens, length)  how far back the heads look
-
-tokens are integers, 1-D: real text that the windows, spread over all of it, are cut from.
-"""
-
-from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -30,71 +22,58 @@ BLOCK = 2**23
 def recall(
     model: GPT, tokens: Tensor | np.ndarray, longest: int, string_length: int = 16, trials: int = 64, seed: int = 0
 ) -> list[dict]:
-    """Recall at a distance: the loss on a random string whose first copy lies 2^k tokens back.
-
-    Such copying defines induction heads (Olsson et al. 2022, "In-context Learning and Induction Heads"). A sequence is
-    a string of string_length ids, drawn from the distinct ids of tokens, then text, then the string again. Distances,
-    from start to start, are the powers of two from string_length on that fit into `longest` positions. All distances
-    share the strings and the beginnings of the texts. The control's first copy is another random string.
+    """Recall at a distance: the loss on a random string whose first copy lies 2^k tokens back, as induction heads use
+    it (Olsson et al. 2022). A string of ids of the text, then text, then the string again; the control's first copy is
+    another string. Distances, from start to start, are those that fit into `longest` positions, with equal strings.
 
     Returns one dict a distance: distance; nll, nats a token on the second copy without its first token; control_nll,
     the same in the control; gain, control_nll - nll; stderr and gain_stderr, standard errors over trials (None for one
-    trial); first_nll, the same tokens in the first copy; trials. Past a learned table losses and errors are None and
-    trials is 0, with a note. Raises ValueError for settings that do not fit the text or each other.
+    trial). Past a learned table these are None, with a note. Raises ValueError for settings that do not fit.
     """
     tokens = token_array(tokens)
-    most = longest - (string_length - 1)  # distance and tokens of the second copy that are fed: no more than longest
-    distances = [2**k for k in range((string_length - 1).bit_length(), longest.bit_length()) if 2**k <= most]
+    fed = string_length - 1  # tokens of the second copy that are inputs
+    distances = [2**k for k in range(fed.bit_length(), longest.bit_length()) if 2**k + fed <= longest]
     if not distances:
-        least = 2 ** (string_length - 1).bit_length() + string_length - 1
+        least = 2 ** fed.bit_length() + fed
         raise ValueError(f"longest={longest}: must be at least {least} for string_length={string_length}")
     limit = model.pos.max_length
-    fitting = [distance for distance in distances if limit is None or distance + string_length - 1 <= limit]
-    rng = np.random.default_rng(seed)
-    strings, others = rng.choice(np.unique(tokens), (2, trials, string_length))
+    fitting = [distance for distance in distances if limit is None or distance + fed <= limit]
+    strings, others = np.random.default_rng(seed).choice(np.unique(tokens), (2, trials, string_length))
     text = _windows(tokens, max(fitting, default=string_length) - string_length, trials, distinct=False)
     rows = []
     for distance in distances:
-        values = ("nll", "stderr", "control_nll", "gain", "gain_stderr", "first_nll")
-        rows.append({"distance": distance, **dict.fromkeys(values), "trials": 0})
+        rows.append({"distance": distance, **dict.fromkeys(("nll", "stderr", "control_nll", "gain", "gain_stderr"))})
         if distance not in fitting:
             rows[-1]["note"] = f"table ends at {limit}"
             continue
         between = text[:, : distance - string_length]
         ids = np.concatenate([np.hstack((start, between, strings)) for start in (strings, others)])
-        first = slice(0, string_length - 1)  # the inputs that tokens 1, 2, ... of the copy follow
-        second = slice(distance, distance + string_length - 1)
         with torch.inference_mode(), evaluating(model):
-            losses = _losses(model, ids, scored=(first, second))
-        nll, control = losses[:, second].mean(axis=1).reshape(2, trials)
+            losses = _losses(model, ids, first_scored=distance)
+        nll, control = losses.mean(axis=1).reshape(2, trials)
         rows[-1] |= {"nll": float(nll.mean()), "stderr": standard_error(nll), "control_nll": float(control.mean())}
         rows[-1] |= {"gain": float((control - nll).mean()), "gain_stderr": standard_error(control - nll)}
-        rows[-1] |= {"first_nll": float(losses[:trials, first].mean()), "trials": trials}
     return rows
 
 
-def shift(
-    model: GPT, tokens: Tensor | np.ndarray, shifts: Sequence[int] | None = None, windows: int = 32
-) -> list[dict]:
-    """Shift test: the loss on the same text, its positions starting at s instead of 0.
+def shift(model: GPT, tokens: Tensor | np.ndarray, windows: int = 32) -> list[dict]:
+    """Shift test: the loss on the same text, its positions starting at s instead of 0 (Sinha et al. 2022).
 
-    Phase shifting in Sinha et al. 2022, "The Curious Case of Absolute Position Embeddings". A scheme that goes by
-    distances alone changes by rounding only, so autocast is off. shifts: by default 0, n = min(64, T // 4), T
-    and 8T, T being the training length. Up to `windows` windows are T - n tokens long, so that a learned table can be
-    tried at one shift. Frequency scalings go by this length at all shifts.
+    A scheme that goes by distances alone changes by rounding only, so autocast is off. Shifts: 0, n = min(64, T // 4),
+    T and 8T, T being the training length. Up to `windows` windows are T - n tokens long, so that a learned table can be
+    tried at one shift; frequency scalings go by this length.
 
     Returns one dict a shift: shift; length; nll, nats a token; difference, of nll to that at shift 0; stderr, the
     standard error of difference over windows (None for one window); mean_change and max_change, mean and maximum over
     tokens of |loss - loss at shift 0|. Past a learned table all but the first two are None, with a note.
     """
-    train_length = model.config.train_length
+    train_length, limit = model.config.train_length, model.pos.max_length
     near = min(64, train_length // 4)
-    shifts = sorted({0, near, train_length, 8 * train_length}) if shifts is None else shifts
-    length, limit = train_length - near, model.pos.max_length
+    length, rows = train_length - near, []
     ids = _windows(token_array(tokens), length + 1, windows)
     with torch.inference_mode(), evaluating(model), _no_autocast(model):
-        base, rows = _losses(model, ids), []
-        for first in shifts:
+        base = _losses(model, ids)
+        for first in sorted({0, near, train_length, 8 * train_length}):
             values = ("nll", "difference", "stderr", "mean_change", "max_change")
             rows.append({"shift": first, "length": length, **dict.fromkeys(values)})
             if limit is not None and first + length > limit:
@@ -164,23 +143,15 @@ def _windows(tokens: np.ndarray, size: int, count: int, distinct: bool = True) -
     return tokens[starts[:, None] + np.arange(size)].astype(np.int64)
 
 
-def _losses(
-    model: GPT, ids: np.ndarray, scored: Sequence[slice] = (slice(None),), first_position: int = 0
-) -> np.ndarray:
-    """Loss of predicting ids[:, t + 1], in nats, at column t: float64 (windows, T) for int64 ids (windows, T + 1).
-
-    scored: the columns wanted; the others are 0.
-    """
-    device, losses = next(model.parameters()).device, np.empty((len(ids), ids.shape[1] - 1))
-    per_batch = max(1, BATCH_TOKENS // losses.shape[1])
-    for start in range(0, len(ids), per_batch):
-        batch = torch.from_numpy(ids[start : start + per_batch])
-        targets = torch.full_like(batch[:, 1:], -100)
-        for columns in scored:
-            targets[:, columns] = batch[:, 1:][:, columns]
-        nll = model(batch[:, :-1].to(device), targets=targets.to(device), first_position=first_position)
-        losses[start : start + per_batch] = nll.cpu().double().numpy()
-    return losses
+def _losses(model: GPT, ids: np.ndarray, first_scored: int = 0, first_position: int = 0) -> np.ndarray:
+    """Nats of predicting ids[:, first_scored + 1 :]: float64 (windows, T - first_scored), of ids (windows, T + 1)."""
+    losses, per_batch = [], max(1, BATCH_TOKENS // (ids.shape[1] - 1))
+    for batch in torch.from_numpy(ids).to(next(model.parameters()).device).split(per_batch):
+        targets = batch[:, 1:].clone()
+        targets[:, :first_scored] = -100
+        nll = model(batch[:, :-1], targets=targets, first_position=first_position)
+        losses.append(nll[:, first_scored:].cpu().double().numpy())
+    return np.concatenate(losses)
 
 
 def _no_autocast(model: GPT) -> torch.autocast:

@@ -6,42 +6,32 @@ from typing import Any
 import numpy as np
 
 ENOUGH_DOCUMENTS = 10  # fewer say too little of another text: no error and no interval
-FEW_DOCUMENTS = f"no errors or intervals: fewer than {ENOUGH_DOCUMENTS} documents are scored"
-
-
-def ratio_and_error(losses: np.ndarray, counts: np.ndarray) -> tuple[float, float | None]:
-    """Σ losses / Σ counts over clusters (n,), and its standard error (Cochran 1977, equation 2.46).
-
-    The error is None for a single cluster.
-    """
-    ratio, n = losses.sum() / counts.sum(), len(losses)
-    residuals = losses - ratio * counts
-    error = math.sqrt(n / (n - 1) * (residuals**2).sum()) / counts.sum() if n > 1 else None
-    return float(ratio), None if error is None else float(error)
 
 
 def standard_error(values: np.ndarray) -> float | None:
     """Of the mean of values (n,); None for a single one."""
-    return ratio_and_error(values, np.ones(len(values)))[1]
+    return float(np.std(values, ddof=1) / math.sqrt(len(values))) if len(values) > 1 else None
 
 
-def estimate(losses: np.ndarray, counts: np.ndarray, minus: np.ndarray | None = None) -> dict:
+def estimate(
+    losses: np.ndarray, counts: np.ndarray, minus: np.ndarray | None = None, least: int = ENOUGH_DOCUMENTS
+) -> dict:
     """Mean loss a token over seeds and documents, or how much it is above another one; its error and 95 % interval.
 
     losses: float64 (seeds, documents), sums over the tokens of each document; counts: (documents,), those tokens.
     minus: (other seeds, documents), of a model with other seeds; of equal seeds the caller gives the differences.
 
-    Returns value; error, the standard error (Cochran's ratio estimator over documents, plus the variance over seeds);
-    low and high, the ends of the interval; documents. A side with one seed is taken to vary as the other side does. The
-    interval adds the squared half widths of the sources' own t intervals (Zou and Donner 2008). Error and interval are
-    None for fewer than ENOUGH_DOCUMENTS documents.
+    Returns value; error, the standard error (Cochran 1977, equation 2.46, over documents, plus the variance over
+    seeds); low and high, the ends of the interval; documents. A side with one seed is taken to vary as the other side
+    does. The interval adds the squared half widths of the sources' own t intervals (Zou and Donner 2008). Error and
+    interval are None for fewer than `least` documents.
     """
     sides = [losses] if minus is None else [losses, minus]
     mean = losses.mean(axis=0) - (0 if minus is None else minus.mean(axis=0))
     total, n = counts.sum(), len(counts)
     value = float(mean.sum() / total)
     found = {"value": value, "error": None, "low": None, "high": None, "documents": n}
-    if n < ENOUGH_DOCUMENTS:
+    if n < least:
         return found
     residuals, over_seeds = (mean - value * counts) / total, []  # variances with their degrees of freedom
     means = [side.sum(axis=1) / total for side in sides]

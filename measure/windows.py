@@ -51,8 +51,10 @@ class Windows:
         first, end = np.maximum(first, borders[document]), np.minimum(end, borders[document + 1])
         return Windows(self.length, np.stack((start, first, end), axis=1)[end > first])
 
-    def sums(self, values: np.ndarray, borders: np.ndarray) -> np.ndarray:
+    def sums(self, values: np.ndarray, borders: np.ndarray | None) -> np.ndarray:
         """Values (windows,) summed over each document that is scored, in the order of the text; split before."""
+        if borders is None:
+            return values
         _, document = np.unique(np.searchsorted(borders, self.spans[:, 1], side="right"), return_inverse=True)
         return np.bincount(document, weights=values)
 

@@ -104,7 +104,7 @@ def next_commands(folder: Path, pos: str, logged: bool) -> str:
     folder = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
     lines = [
         f"python train.py pos={'rope' if pos == 'alibi' else 'alibi'}",
-        f"python eval.py {shlex.quote(str(folder))}",
+        f"python eval.py runs={shlex.quote(str(folder))}",
     ]
     about = ["another scheme, to compare with", "report.html: tables and plots of this run"]
     if logged:

@@ -120,7 +120,6 @@ class EvalConfig:
     scaling: dict[str, Any] | None = None
     scalings: list[Any] | None = MISSING
     reference: str | None = MISSING
-    sort: str | None = MISSING
     device: str = MISSING
     precision: str = MISSING
     out: str | None = MISSING

@@ -27,7 +27,7 @@ def test_one_command_makes_one_run_folder(corpus, tmp_path):
     following = re.findall(r"^  (python|wandb) (\S+) (\S+)", done.stdout, re.M)
     assert following[0] == ("python", "train.py", "pos=alibi")
     assert following[1:] == [
-        ("python", "eval.py", str(folder.relative_to(tmp_path))),
+        ("python", "eval.py", f"runs={folder.relative_to(tmp_path)}"),
         ("wandb", "leet", "outputs/wandb"),
     ]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["outputs"]

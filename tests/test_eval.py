@@ -42,7 +42,6 @@ def test_evaluation_of_two_runs_side_by_side(two_runs, tmp_path, capsys):
     pairs = [(pair["model"], pair["length"]) for pair in whole["paired"]]
     assert pairs[0] == ("rope_16_seed0", 16)
     assert {path.stem for path in tmp_path.glob("*.svg")} >= {"extrapolation", "by_position", "recall"}
-    assert json.loads((two_runs / "learned" / "extrapolation.json").read_text())["rows"][1]["perplexity"] is None
 
 
 def test_training_lengths_are_measured_too(corpus, tmp_path):
@@ -84,7 +83,6 @@ def test_evaluation_on_other_data_says_so(two_runs, tmp_path, caplog):
         (["scalings=[yarm]"], "scaling='yarm': known names are none, linear"),
         (["scalings=[none]", "scaling=yarn"], "without scaling="),
         (["runs=[learned]", "scalings=[yarn]"], "none of them fits .*no frequencies to scale"),
-        (["sort=17"], "sort='17': use one of model, 16, 20"),
         (["reference=alibi"], "reference='alibi': use one of rope_16_seed0"),
         (["checkpoint=3"], "checkpoint=3: .* steps 2, 4"),
     ],
@@ -117,7 +115,7 @@ def test_a_config_that_is_not_of_its_checkpoint_is_refused(task, change, two_run
 
 def test_a_grid_measures_what_makes_sense_and_says_what_it_leaves_out(two_runs, tmp_path, caplog):
     caplog.set_level("INFO", "ropewalk")
-    yarns = "scalings=[null,none,yarn,{name: yarn, beta_fast: 8}]"
+    yarns = "scalings=[null,yarn,{name: yarn, beta_fast: 8}]"
     folders, out = f"runs=[{two_runs / 'learned'},{two_runs / 'rope'}]", f"out={tmp_path}"
     results = measure(folders, yarns, "protocol=both", "lengths=[16,32]", out)
     names = ["learned_16_seed0", *(f"rope_16_seed0{words}" for words in ("", " yarn", " yarn beta_fast=8"))]
@@ -177,17 +175,15 @@ def test_a_text_is_shown_as_it_is_decoded_and_ends_with_its_document(two_runs, c
 
 
 def test_a_text_is_decoded_by_one_process():
-    config = composed("prompt=a", name="eval", schema=EvalConfig)
+    config = composed("prompt=a", "runs=some", name="eval", schema=EvalConfig)
     with pytest.raises(ValueError, match="without torchrun"):
         sample_text(config, Ranks(rank=0, world_size=2))
 
 
 @pytest.mark.slow
-def test_a_folder_can_be_given_by_itself_where_the_terminal_knows_ascii_only(two_runs, tmp_path):
-    done = command(
-        "eval.py", str(two_runs / "rope"), "lengths=[16,32]", "wandb.mode=disabled", "device=cpu", f"out={tmp_path}",
-        cwd=tmp_path, PYTHONIOENCODING="ascii",
-    )  # fmt: skip
+def test_the_terminal_knows_ascii_only(two_runs, tmp_path):
+    settings = [f"runs={two_runs / 'rope'}", "lengths=[16,32]", "wandb.mode=disabled", "device=cpu", f"out={tmp_path}"]
+    done = command("eval.py", *settings, cwd=tmp_path, PYTHONIOENCODING="ascii")
     assert done.returncode == 0, done.stderr
     assert "/ at 16" in done.stdout
     assert (tmp_path / "report.html").is_file()

@@ -159,7 +159,7 @@ def test_evaluation_puts_seeds_together(tmp_path, capsys):
     rows = json.loads((tmp_path / "none1" / "extrapolation.json").read_text())["rows"]
     assert results[1]["rows"] == rows  # as in training
     shown = capsys.readouterr().out.splitlines()
-    assert shown[0] == "exact match by length, mean over seeds"
+    assert shown[0] == "exact match by length"
     assert [line.split()[:2] for line in shown[1:3]] == [["model", "seeds"], ["copy_none", "2"]]
     assert {"report.html", "extrapolation.svg", "extrapolation.json"} <= {p.name for p in (tmp_path / "out").iterdir()}
     assert "data:image/svg+xml" in (tmp_path / "out" / "report.html").read_text()
@@ -178,9 +178,11 @@ def test_what_does_not_fit_tasks_is_refused_by_name(two_runs, tmp_path):
     run(tmp_path / "run", *SMALL, "train.max_steps=1")
     with pytest.raises(ValueError, match=r"lengths=\[5\]: not with runs of data=task"):
         measure(f"runs={tmp_path / 'run'}", "lengths=[5]")
+    with pytest.raises(ValueError, match=r"stride=8: not with runs of data=task"):
+        measure(f"runs={tmp_path / 'run'}", "stride=8")
     with pytest.raises(ValueError, match=r"recall=True: not with runs of data=task"):
         measure(f"runs={tmp_path / 'run'}", "recall=true")
-    with pytest.raises(ValueError, match=r"task=sample: .* whose strings are no text"):
+    with pytest.raises(ValueError, match=r"prompt=: .* whose strings are no text"):
         sample_text(composed(f"runs={tmp_path / 'run'}", "device=cpu", name="eval", schema=EvalConfig))
     with pytest.raises(ValueError, match=r"runs=\[rope_16_seed0\]: not with runs of data=task"):
         measure(f"runs=[{tmp_path / 'run'},{two_runs / 'rope'}]")

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 
 from measure import Measurement, Report, comparability, with_error
 from measure.plots import COLOURS, GREY, plot_lengths, plot_positions, styles
-from measure.tables import Table, difference, digits, ratio, settings_apart, usable
+from measure.tables import Table, difference, digits, ratio, usable
 from model.positions import SCHEMES
 
 LENGTHS = (256, 512)
@@ -22,8 +22,8 @@ LENGTHS = (256, 512)
 def measurement(name="rope_seed0", nll=(1.18, 1.87), seed=0, key=None, limit=None, n=20, **change) -> Measurement:
     """Made up: the losses of each length are nll a token, with noise that both lengths share."""
     noise, counts = np.random.default_rng(3).normal(0, 0.1, n), np.arange(100.0, 100 + n)
-    losses = {x: counts * (mean + noise) for x, mean in zip(LENGTHS, nll, strict=True) if x <= (limit or x)}
-    bins = [(2**k - 1, 2 ** (k + 1) - 1, (2 - k / 10 + noise) * counts, counts) for k in range(8 if limit else 9)]
+    losses = {x: counts[None] * (mean + noise) for x, mean in zip(LENGTHS, nll, strict=True) if x <= (limit or x)}
+    bins = [(2**k - 1, 2 ** (k + 1) - 1, (2 - k / 10 + noise)[None] * counts, counts) for k in range(8 if limit else 9)]
     about = {"run": name, "folder": f"outputs/{name}", "key": key or name, "seed": seed, "scaling": None}
     about |= {
         "pos": {"name": name.split("_")[0]},
@@ -125,15 +125,6 @@ def test_seeds_are_one_line():
     assert group["usable_length"]["low"] < group["usable_length"]["value"]
 
 
-def test_tables_are_sorted_by_any_column():
-    table = Table("", ["model", "256"], [["b", "10.1 ± 0.2"], ["c", "–"], ["a", "9.2 ± 0.1"], ["d", "−0.3 [−1, 0]"]])
-    assert [row[0] for row in table.sorted("256").rows] == ["d", "a", "b", "c"]
-    assert [row[0] for row in table.sorted("model").rows] == ["a", "b", "c", "d"]
-    runs = [measurement("b", (1.0, 3.0)), measurement("a", (2.0, 1.0))]
-    first = lambda sort: Report(runs, sort=sort).tables[0].rows[0][0]  # noqa: E731
-    assert (first(None), first("model"), first("256"), first("512")) == ("b", "a", "b", "a")
-
-
 def test_the_tables_say_what_the_pairs_say():
     runs = [measurement("a", (1.0, 1.0)), measurement("b", (1.5, 2.0)), measurement("c", (3.0, 3.0))]
     report = Report(runs, reference="b")
@@ -164,13 +155,6 @@ def test_different_tokenizers_share_no_picture_of_losses_a_token(tmp_path):
     assert {path.stem for path in tmp_path.glob("*.svg")} == {"extrapolation"}
     assert "bits per byte" in report.tables[0].title
     assert not [table for table in (*report.tables, *report.probed) if "nats" in table.title]
-
-
-def test_settings_that_differ_are_shown():
-    table = settings_apart({"a": {"pos": {"name": "rope"}, "lr": 1}, "b": {"pos": {"name": "alibi", "x": 2}, "lr": 1}})
-    assert table.header == ["run", "pos.name", "pos.x"]
-    assert table.rows == [["a", "rope", "–"], ["b", "alibi", "2"]]
-    assert settings_apart({"a": {"lr": 1}, "b": {"lr": 1}}) is None
 
 
 def test_reports_are_whole_files(tmp_path):
@@ -208,7 +192,9 @@ def labels(drawn) -> list[str]:
 
 def test_the_plot_has_a_curve_a_model_with_its_error(tmp_path, drawn):
     report = Report([measurement(), measurement("learned", limit=256)])
-    plot_lengths(report.protocols, "perplexity", styles(report.groups)).save(tmp_path / "plot.png")
+    plot_lengths(report.protocols, "perplexity", styles([(one.label, one.about) for one in report.groups])).save(
+        tmp_path / "plot.png"
+    )
     axes = drawn[0].axes[0]
     models = ["rope_seed0", "learned (table ends at 256)"]
     assert labels(drawn[0]) == [*models, "training length 256", "± one standard error"]
@@ -216,13 +202,13 @@ def test_the_plot_has_a_curve_a_model_with_its_error(tmp_path, drawn):
     at_256 = [y for x, y in axes.collections[0].get_paths()[0].vertices if x == 256]
     row = report.groups[0].row(256)
     assert (min(at_256) + max(at_256)) / 2 == pytest.approx(row["perplexity"])
-    assert (max(at_256) - min(at_256)) / 2 == pytest.approx(row["perplexity"] * row["error"])
+    assert (max(at_256) - min(at_256)) / 2 == pytest.approx(row["perplexity"] * row["stderr"])
 
 
 def test_by_position_a_shorter_table_has_a_panel_of_its_own(tmp_path, drawn):
     """Its windows are others: its losses cannot be compared with those in longer windows."""
     report = Report([measurement(), measurement("alibi"), measurement("learned", limit=256)])
-    plot = plot_positions(report.groups, styles(report.groups))
+    plot = plot_positions(report.groups, styles([(one.label, one.about) for one in report.groups]))
     plot.save(tmp_path / "plot.svg")
     longer, shorter = drawn[0].axes
     shown = [[label.strip("\u200b") for label in axes.get_legend_handles_labels()[1]] for axes in (longer, shorter)]
@@ -246,7 +232,7 @@ def test_a_scheme_has_one_colour_in_every_plot_and_its_variants_other_lines(tmp_
     assert {name: colours[name] for name in ("alibi", "rope", "rope_wide", "fire")} == {
         name: {COLOURS[name.split("_")[0]]} for name in ("alibi", "rope", "rope_wide", "fire")
     }
-    looks = styles(Report(runs).groups)
+    looks = styles([(one.label, one.about) for one in Report(runs).groups])
     lines = [looks[name]["linestyle"] for name in ("alibi", "rope", "rope_wide", "rope, last 256")]
     assert lines == ["-", "-", "--", ":"]
 
@@ -272,12 +258,12 @@ def test_attention_maps_share_one_scale(tmp_path, drawn):
     for run, weights in zip(runs, ([[[0.9, 0.05]]], [[[0.5, 0.001]]]), strict=True):
         run.probes["attention"] = {"edges": [0, 1, 2], "length": 2, "weights": weights}
     Report(runs).write(tmp_path, html=True)
-    maps = [axes.collections[0] for figure in drawn for axes in figure.axes if axes.get_ylabel() == "layer.head"]
+    maps = [axes.images[0] for figure in drawn for axes in figure.axes if axes.images]
     assert {(shown.norm.vmin, shown.norm.vmax) for shown in maps} == {(0.001, 0.9)}
     assert len(maps) == 6  # PNG, SVG, and one by one for the page
 
 
-@pytest.mark.parametrize("name", ["cost$\\alp$", "_hidden", "größe=3 {x} %s", "<b>&amp;", "\x07\x1b", "x" * 400])
+@pytest.mark.parametrize("name", ["cost$\\alp$", "_hidden", "größe=3 {x} %s", "<b>&amp;", "x" * 400])
 def test_any_name_can_be_shown(name, tmp_path):
     Report([measurement(name), measurement("other")]).write(tmp_path, html=True)
     assert "<b>" not in (tmp_path / "report.html").read_text()
@@ -290,8 +276,7 @@ def test_the_page_begins_with_a_sentence_a_model_and_ends_with_what_it_was_made_
     for run in runs:
         run.probes["recall"] = recall(1.0)
     runs.append(runs[0].truncated())
-    settings = {"a": {"lr": 1}, "b": {"lr": 2}}
-    report = Report(runs, notes=["take care"], commands=["train.py <pos=rope>"], settings=settings)
+    report = Report(runs, notes=["take care"], commands=["train.py <pos=rope>"])
     report.write(tmp_path, html=True)
     page = (tmp_path / "report.html").read_text()
     rope, alibi, learned = re.findall("<li>(.*?)</li>", page)
@@ -305,7 +290,7 @@ def test_the_page_begins_with_a_sentence_a_model_and_ends_with_what_it_was_made_
     tags = re.findall("<(li|p|figure|table|h2|details|pre)[ >]", page)
     order = [tag for i, tag in enumerate(tags) if i == 0 or tag != tags[i - 1]]
     tables = ["table", "p"] * len(report.tables)
-    assert order == ["li", "p", "figure", *tables, "h2", "figure", "table", "p", "details", "table", "p", "pre"]
+    assert order == ["li", "p", "figure", *tables, "h2", "figure", "table", "p", "details", "pre"]
     assert page.index("take care") < page.index("<figure")
     assert page.index("train.py &lt;pos=rope&gt;") > page.index("<details")
 
@@ -332,8 +317,7 @@ BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "
 def test_the_page_opens_in_a_browser_with_its_images_and_without_a_request(tmp_path):
     seeds = [measurement(f"rope_seed{seed}", (1.0 + seed, 2.0), seed, "rope") for seed in range(2)]
     runs = [*seeds, measurement("alibi", (1.0, 1.9))]
-    settings = {"rope_seed0": {"seed": 0}, "alibi": {"seed": 0, "pos": "alibi"}}
-    Report(runs, commands=["train.py <pos=rope>"], settings=settings).write(tmp_path, html=True)
+    Report(runs, commands=["train.py <pos=rope>"]).write(tmp_path, html=True)
     # Sorts the first table by its last column, then writes what the page holds into its title, which is dumped.
     probe = """<script>addEventListener("load", () => {
         const head = document.querySelectorAll("table")[0].tHead.rows[0]; head.cells[head.cells.length - 1].click();
@@ -351,4 +335,4 @@ def test_the_page_opens_in_a_browser_with_its_images_and_without_a_request(tmp_p
     flags += ["--host-resolver-rules=MAP * ~NOTFOUND", "--virtual-time-budget=5000", "--dump-dom"]
     done = subprocess.run([BROWSER, *flags, page.as_uri()], capture_output=True, text=True, timeout=120)
     found = json.loads(re.search("<title>(.*?)</title>", done.stdout)[1])
-    assert found == {"images": [True, True], "fetched": [], "order": ["alibi", "rope"], "tables": 5}
+    assert found == {"images": [True, True], "fetched": [], "order": ["alibi", "rope"], "tables": 4}

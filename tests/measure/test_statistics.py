@@ -5,21 +5,26 @@ import math
 import numpy as np
 import pytest
 
-from measure.statistics import ENOUGH_DOCUMENTS, estimate, exp, finite, ratio_and_error, standard_error, t_quantile
+from measure.statistics import ENOUGH_DOCUMENTS, estimate, exp, finite, standard_error, t_quantile
+
+
+def mean_and_error(losses, counts):
+    found = estimate(np.array(losses)[None], np.array(counts), least=2)
+    return found["value"], found["error"]
 
 
 def test_two_clusters_of_unequal_size_are_weighted_by_their_tokens():
     """A mean of the clusters' means would say 1.5."""
-    nll, stderr = ratio_and_error(np.array([9.0, 2.0]), np.array([9, 1]))
+    nll, stderr = mean_and_error([9.0, 2.0], [9, 1])
     assert nll == pytest.approx(1.1)
     # residuals 9 - 9.9 and 2 - 1.1: ±0.9, so sqrt(2 · (0.81 + 0.81)) / 10
     assert stderr == pytest.approx(math.sqrt(2 * 1.62) / 10)
-    assert ratio_and_error(np.array([3.0]), np.array([2])) == (1.5, None)
+    assert mean_and_error([3.0], [2]) == (1.5, None)
 
 
 def test_equal_clusters_have_the_textbook_error():
     losses = np.random.default_rng(0).normal(8.0, 1.0, 50)
-    nll, stderr = ratio_and_error(losses, np.full(50, 4))
+    nll, stderr = mean_and_error(losses, np.full(50, 4))
     assert nll == pytest.approx(losses.mean() / 4)
     assert stderr == pytest.approx(losses.std(ddof=1) / math.sqrt(50) / 4)
     assert standard_error(losses) == pytest.approx(losses.std(ddof=1) / math.sqrt(50))
@@ -62,7 +67,7 @@ def test_pairing_takes_out_what_two_measurements_share():
     a = b + 0.05 * counts + rng.normal(0, 0.01, 60) * counts
     found = estimate((a - b)[None], counts)
     assert found["value"] == pytest.approx(0.05, abs=0.01)
-    assert found["error"] < 0.05 * math.hypot(ratio_and_error(a, counts)[1], ratio_and_error(b, counts)[1])
+    assert found["error"] < 0.05 * math.hypot(mean_and_error(a, counts)[1], mean_and_error(b, counts)[1])
     assert estimate(a[None], counts, minus=b[None]) == found  # documents are paired, whatever the seeds
 
 

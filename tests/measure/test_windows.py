@@ -125,7 +125,7 @@ def test_learned_positions_end_with_their_table():
     model = small_model({"name": "learned"}, train_length=10)
     tokens = random_tokens(model, 1, 97)[0].numpy()
     rows = evaluate_lengths(model, tokens, LENGTHS, "sliding", 3, bytes_per_token=np.ones(61, dtype=np.int64))
-    past = {"nll": None, "perplexity": None, "stderr": None, "bits_per_byte": None, "scored": 0}
+    past = dict.fromkeys(("nll", "perplexity", "stderr", "low", "high", "bits_per_byte")) | {"scored": 0}
     assert rows[2] == {"length": 24, "note": "table ends at 10", **past}
     # the other lengths score the tokens that all lengths score, so that runs can be compared
     scored = slow_sliding(model, tokens, 10, 24, 3)
@@ -215,7 +215,7 @@ def test_a_measurement_keeps_the_losses_of_each_document(model, documents):
             losses = [loss for loss, _ in slow_nonoverlapping(model, piece, length)]
             side_by_side += [(loss, begin + 1 + i) for i, loss in enumerate(losses)]
         for measurement, scored in zip(both, (sliding, side_by_side), strict=True):
-            assert measurement.losses[length].tolist() == pytest.approx(by_document(scored), abs=1e-9)
+            assert measurement.losses[length][0].tolist() == pytest.approx(by_document(scored), abs=1e-9)
             assert measurement.counts.tolist() == by_document([(1, target) for _, target in scored])
             assert measurement.n_bytes.tolist() == by_document([(tokens[target], target) for _, target in scored])
             row = measurement.row(length)
