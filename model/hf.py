@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from omegaconf import OmegaConf
 
 try:
     import transformers
@@ -26,7 +27,6 @@ except ImportError as error:
 
 from data.tokenizers import Tokenizer, get_tokenizer
 from model.checkpoint import latest_checkpoint, load_weights, new_folder, save_checkpoint, write_text
-from model.convert import read_settings, write_settings
 from model.gpt import GPT
 from model.hf_weights import check_architecture, from_transformers, to_transformers
 
@@ -54,7 +54,7 @@ def export_run(run: str | Path, out: str | Path) -> str:
     the model has no exact equal there (to_transformers), or the logits differ.
     """
     run = Path(run)
-    model, settings = load_weights(latest_checkpoint(run)), read_settings(run)
+    model, settings = load_weights(latest_checkpoint(run)), OmegaConf.load(run / "config.yaml")
     if settings.get("task"):
         raise ValueError(f"{run}: was trained on data=task, whose symbols no tokenizer has; such a run is not exported")
     try:
@@ -92,7 +92,7 @@ def import_run(name: str, out: str | Path, like: str | Path) -> str:
     Nothing in it is executed. Raises ValueError or OSError where it cannot be read, does not fit (from_transformers) or
     has other logits here, and ValueError where `out` exists.
     """
-    settings = read_settings(Path(like))
+    settings = OmegaConf.to_container(OmegaConf.load(Path(like) / "config.yaml"))
     with new_folder(out) as folder:
         config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
         check_architecture(config)  # before the weights are downloaded
@@ -112,7 +112,7 @@ def import_run(name: str, out: str | Path, like: str | Path) -> str:
         settings["model"] = {key: value for key, value in own.items() if key != "vocab_size"}
         settings["provenance"] = {"command": shlex.join(sys.argv), "fingerprint": "unknown", "wandb_id": None}
         save_checkpoint(folder, 0, c, model.state_dict())
-        write_settings(folder, settings)
+        OmegaConf.save(OmegaConf.create(settings), folder / "config.yaml")
     way = f"python eval.py {out}" if tokenizer else "only with load_run, in Python: its tokenizer is none of ours"
     return f"wrote {out}: {type(theirs).__name__} as pos={c.pos['name']}; {compared}\nmeasure it: {way}"
 

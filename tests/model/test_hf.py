@@ -281,15 +281,15 @@ def test_what_a_user_can_mend_is_named(tmp_path, capsys):
         (["export", tmp_path / "run"], "required: out"),
         (["export", tmp_path / "run", tmp_path / "hf"], "hf: exists already"),
         (["export", tmp_path / "nowhere", out], "nowhere: no such run folder"),
-        (["export", tmp_path / "hf", out], "hf: holds no checkpoint"),
-        (["export", tmp_path / "bare", out], "it has no config.yaml"),
+        (["export", tmp_path / "hf", out], "hf: no such run folder, or it holds no checkpoint"),
+        (["export", tmp_path / "bare", out], "bare/config.yaml"),
         (["export", tmp_path / "alibi", out], "pos=alibi: has no exact equal to export to"),
         (["import", tmp_path / "hf", out], "required: like"),
         (["import", tmp_path / "hf", tmp_path / "run", like], "run: exists already"),
         (["import", tmp_path / "hf", out, like], "activation_function='relu': ours has gelu_pytorch_tanh"),
         (["import", tmp_path / "nowhere", out, like], "nowhere"),
         (["import", "nobody/nothing-at-all", out, like], "huggingface.co"),
-        (["import", tmp_path / "hf", out, tmp_path / "nowhere"], "nowhere: not a run folder"),
+        (["import", tmp_path / "hf", out, tmp_path / "nowhere"], "nowhere/config.yaml"),
     ):
         with pytest.raises(SystemExit) as exited:
             main([str(word) for word in words])
