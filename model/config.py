@@ -16,7 +16,7 @@ WHOLE = ("vocab_size", "n_layer", "n_head", "head_dim", "train_length", "n_kv_he
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """GPT-2's architecture with a position scheme by name.
+    """GPT-2's architecture with a position scheme by name. ValueError, naming the setting, for what cannot be built.
 
     width = n_head · head_dim; given as well, `width` must agree. n_kv_head: key and value heads, a divisor of n_head
     (None: n_head); query head h uses key head h // (n_head / n_kv_head). train_length: the longest window seen in
@@ -29,8 +29,6 @@ class GPTConfig:
     query_scale: None; log, queries grow with the logarithm of their position past train_length (Llama 4, 2025);
     log_nope, in nope layers only, as there; ssmax, queries grow with the logarithm of the number of tokens seen, times
     a learned factor a head (Nakanishi 2025). sinks: a learned logit a head in the softmax's denominator (gpt-oss).
-
-    Raises ValueError, naming the setting and what is allowed, for anything that cannot be built.
     """
 
     vocab_size: int
@@ -52,10 +50,11 @@ class GPTConfig:
     sinks: bool = False
 
     def __post_init__(self):
-        replace = partial(object.__setattr__, self)
-        for name, source in (("n_kv_head", "n_head"), ("original_length", "train_length")):
-            if getattr(self, name) is None:
-                replace(name, getattr(self, source))
+        assign = partial(object.__setattr__, self)  # the class is frozen
+        if self.n_kv_head is None:
+            assign("n_kv_head", self.n_head)
+        if self.original_length is None:
+            assign("original_length", self.train_length)
         for name in WHOLE:
             check_whole(f"model.{name}", getattr(self, name))
         check_whole("model.window", self.window, optional=True)
@@ -77,10 +76,10 @@ class GPTConfig:
             raise ValueError(f"model.window={self.window}, model.layers={self.layers}: window layers need model.window")
         if self.query_scale == "log_nope" and "nope" not in self.layers:
             raise ValueError("model.query_scale=log_nope: needs nope in model.layers; use log for all layers")
-        replace("width", width)
-        replace("layers", list(self.layers))
-        replace("pos", complete_scheme(self.pos))
-        replace("scaling", check_scaling(self))
+        assign("width", width)
+        assign("layers", list(self.layers))
+        assign("pos", complete_scheme(self.pos))
+        assign("scaling", check_scaling(self))
         if self.attention == "linear":
             if set(self.layers) != {"full"} or self.query_scale or self.sinks:
                 raise ValueError("model.attention=linear: has no softmax for model.layers, query_scale or sinks")

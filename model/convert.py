@@ -56,8 +56,7 @@ def convert_run(run: str | Path, layout: str, out: str | Path | None = None) -> 
 
 def main(words: list[str] | None = None) -> None:
     """The command; exits with status 2 and a message where a user can mend what is wrong."""
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser("python -m model.convert", description=__doc__, formatter_class=raw)
+    parser = argparse.ArgumentParser("python -m model.convert", description=__doc__.partition("\n")[0])
     parser.add_argument("run")
     parser.add_argument("layout", choices=LAYOUTS)
     parser.add_argument("--out")

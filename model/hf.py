@@ -50,8 +50,7 @@ def compare_logits(ours: GPT, theirs: Any, length: int) -> str:
 def export_run(run: str | Path, out: str | Path) -> str:
     """Write a run's latest checkpoint as a folder of transformers; returns a line for the user.
 
-    Raises FileNotFoundError where the run is incomplete, and ValueError where `out` exists, the checkpoint is damaged,
-    the model has no exact equal there (to_transformers), or the logits differ.
+    OSError where the run is incomplete, ValueError where `out` exists, nothing there is equal, or the logits differ.
     """
     run = Path(run)
     model, settings = load_weights(latest_checkpoint(run)), OmegaConf.load(run / "config.yaml")
@@ -89,8 +88,7 @@ def make_tokenizer(ours: Tokenizer) -> Any:
 def import_run(name: str, out: str | Path, like: str | Path) -> str:
     """Write a checkpoint of transformers, a folder or an id on the hub, as a run folder; returns lines for the user.
 
-    Nothing in it is executed. Raises ValueError or OSError where it cannot be read, does not fit (from_transformers) or
-    has other logits here, and ValueError where `out` exists.
+    Nothing in it is executed. ValueError or OSError where it does not fit (from_transformers) or has other logits here.
     """
     settings = OmegaConf.to_container(OmegaConf.load(Path(like) / "config.yaml"))
     with new_folder(out) as folder:
@@ -130,8 +128,7 @@ def _find_tokenizer(source: str, vocab_size: int) -> dict | None:
 
 def main(words: list[str] | None = None) -> None:
     """The command; exits with status 2 and a message where a user can mend what is wrong."""
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser("python -m model.hf", description=__doc__, formatter_class=raw)
+    parser = argparse.ArgumentParser("python -m model.hf", description=__doc__.partition("\n")[0])
     actions = parser.add_subparsers(dest="action", required=True)
     for action, words_of in (("export", ("run", "out")), ("import", ("name", "out", "like"))):
         sub = actions.add_parser(action)

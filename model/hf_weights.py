@@ -55,10 +55,9 @@ def _names(kind: str, n_layer: int) -> Iterator[tuple[str, list[str]]]:
 
 
 def to_transformers(model: GPT, end_of_document: int | None = None) -> Any:
-    """The model as a PreTrainedModel of transformers in evaluation mode, on the CPU, in the dtype it has.
+    """The model as a PreTrainedModel in evaluation mode, on the CPU, in the dtype it has.
 
-    end_of_document: the id that generate() begins and stops at. Raises ValueError, with the reason, for a scheme, a
-    scaling or an attention that has no equal there.
+    end_of_document: the id that generate() begins and stops at. ValueError, with the reason, for what has no equal.
     """
     c, name = model.config, model.config.pos["name"]
     for setting, value in {"attention": "softmax", "layers": ["full"], "query_scale": None, "sinks": False}.items():
@@ -123,8 +122,7 @@ def _rope_parameters(model: GPT) -> dict:
         return plain
     name, factor = c.scaling["name"], c.scaling["factor"]
     if name not in (*SCALINGS, "ntk") or (factor is None and name != "dynamic"):
-        known = ", ".join(SCALINGS)
-        raise ValueError(f"scaling={name}, scaling.factor={factor}: transformers has {known}, each with a fixed factor")
+        raise ValueError(f"scaling={name}, scaling.factor={factor}: exported is {', '.join(SCALINGS)}, a fixed factor")
     if name == "ntk":  # by its definition RoPE with another base
         return plain | {"rope_theta": base * factor ** (width / (width - 2))}
     keys = {theirs: c.scaling[ours] for ours, theirs in KEYS.items() if ours in c.scaling}
@@ -147,10 +145,7 @@ def check_architecture(theirs: Any) -> None:
 
 
 def from_transformers(model: Any) -> GPT:
-    """A GPT-2, a Starcoder2 or a GPT-NeoX with sequential residual as a GPT in evaluation mode, float32.
-
-    Their sliding window becomes the training length. Raises ValueError, naming it, for whatever does not fit.
-    """
+    """The model as a GPT in evaluation mode, float32; its sliding window is the training length. ValueError: no fit."""
     check_architecture(model.config)
     kind = model.config.model_type
     theirs = {name: tensor.detach().float().cpu() for name, tensor in model.state_dict().items()}

@@ -55,10 +55,7 @@ def ntk(plain: Plain, *, factor: float | None = None) -> Scaled:
     """
     planes = len(plain.inv_freq)
     if planes < 2:
-        raise ValueError(
-            f"scaling=ntk (or dynamic) needs a rotary width of at least 4, found {2 * planes}; use scaling=linear, or "
-            "a larger head_dim or rotary_fraction"
-        )
+        raise ValueError(f"scaling=ntk (or dynamic) needs a rotary width of at least 4, found {2 * planes}; use linear")
     # (b · s^(d/(d-2)))^(-2i/d) = b^(-2i/d) · s^(-i/(planes-1)), written so that s = 1 multiplies by exactly 1.
     return plain.inv_freq * plain.stretch(factor) ** -(plain.steps() / (planes - 1)), 1.0
 
@@ -66,8 +63,7 @@ def ntk(plain: Plain, *, factor: float | None = None) -> Scaled:
 def dynamic(plain: Plain, *, factor: float | None = None) -> Scaled:
     """Dynamic NTK (emozilla 2023): the base b · (s·L/T - (s-1))^(d/(d-2)), L = max(length, T), T = train_length.
 
-    An open factor is 1 here: NTK scaling by L/T. Past T every new token changes all frequencies: decoding then costs as
-    much as without a cache, unless the length of the whole sequence is declared (GPT.forward's scaling_length).
+    An open factor is 1 here: NTK scaling by L/T. Past T every new token changes all frequencies.
     """
     return ntk(plain, factor=1.0 + (1.0 if factor is None else factor) * (plain.stretch(None) - 1.0))
 
@@ -107,9 +103,7 @@ def longrope(plain: Plain, *, factor: float | None = None, short: list[float], l
     (with an open factor, s is 1 up to train_length). Raises ValueError for a train_length of 1, whose logarithm is 0.
     """
     if plain.train_length < 2:
-        raise ValueError(
-            f"scaling=longrope needs a train_length of at least 2, found {plain.train_length}; use scaling=yarn"
-        )
+        raise ValueError(f"scaling=longrope needs a train_length of at least 2, found {plain.train_length}; use yarn")
     chosen = long if plain.length > plain.train_length else short
     divisors = torch.tensor(chosen, dtype=plain.inv_freq.dtype, device=plain.inv_freq.device)
     return plain.inv_freq / divisors, math.sqrt(1.0 + math.log(plain.stretch(factor)) / math.log(plain.train_length))
@@ -146,10 +140,7 @@ LEAST, MOST = 1e-9, 1e9  # beyond them angles or scores would overflow
 
 
 def complete_scaling(scaling: dict, planes: int) -> dict:
-    """The scaling's name and all of its keys, defaults filled in. Raises ValueError, naming what is allowed.
-
-    planes: half of the rotary width, the length of keys that hold one number a plane.
-    """
+    """The scaling's name and all of its keys, defaults filled in. Raises ValueError, naming what is allowed."""
     name, known = lookup("scaling", SCALINGS, scaling)
     done = {"name": name}
     for key, default in known.items():
