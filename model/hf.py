@@ -105,7 +105,7 @@ def import_run(name: str, out: str | Path, like: str | Path) -> str:
         # init_from tells two imported checkpoints of one shape apart: they are no two seeds of one run
         settings |= {"name": Path(out).name, "seed": 0, "resume": None, "init_from": name}
         tokenizer = _find_tokenizer(name, c.vocab_size)
-        settings |= {"tokenizer": tokenizer or {"name": name}}
+        settings |= {"tokenizer": tokenizer or {"name": name}, "wandb": {"mode": "disabled"}}
         settings |= {"pos": own.pop("pos"), "scaling": own.pop("scaling") or {"name": "none"}}
         settings["model"] = {key: value for key, value in own.items() if key != "vocab_size"}
         settings["provenance"] = {"command": shlex.join(sys.argv), "fingerprint": "unknown", "wandb_id": None}

@@ -221,7 +221,7 @@ def test_settings_of_an_imported_run_are_read_by_train_and_eval(tmp_path, two_ru
     tiny_gpt2(tmp_path / "hf")
     import_run(str(tmp_path / "hf"), tmp_path / "run", two_runs / "rope")
     settings, origin = read_run(tmp_path / "run")
-    assert origin["fingerprint"] == "unknown"
+    assert (origin["fingerprint"], settings.wandb.mode) == ("unknown", "disabled")
     config = load_run(tmp_path / "run").config
     assert {**settings.model, "vocab_size": 257, "pos": settings.pos, "scaling": None} == vars(config)
 
