@@ -11,15 +11,16 @@ import json
 import logging
 import os
 import shutil
+import tempfile
 import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import safetensors.torch
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors import safe_open
 from torch import Tensor
 
 from model.config import GPTConfig
@@ -32,15 +33,12 @@ def write_file(path: Path, write: Callable[[Path], Any]) -> None:
     """Let `write` fill a temporary file, then rename it to `path`. OSError, naming the file, where that fails."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        temporary.touch()
-        mode = temporary.stat().st_mode
         write(temporary)
-        temporary.chmod(mode)  # safetensors makes files that only their owner may read
         with open(temporary, "rb+") as file:
             os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors raise the last two
-        free = shutil.disk_usage(path.parent).free  # torch does not say that a disk is full
+        temporary.replace(path)
+    except (OSError, RuntimeError) as error:  # torch raises the second where a disk is full, and does not say so
+        free = shutil.disk_usage(path.parent).free
         raise OSError(f"{path}: cannot be written ({error}); {free:,} bytes are free there") from error
     finally:
         temporary.unlink(missing_ok=True)
@@ -57,38 +55,26 @@ def new_folder(out: str | Path) -> Iterator[Path]:
     out = Path(out).expanduser().absolute()
     if out.exists():
         raise ValueError(f"{out}: exists already; choose another folder")
-    temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
-    temporary.mkdir(parents=True)
-    try:
-        yield temporary
-        temporary.rename(out)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as temporary:
+        (folder := Path(temporary, out.name)).mkdir()
+        yield folder
+        folder.rename(out)
 
 
 def save_checkpoint(
     run: Path, step: int, config: GPTConfig, weights: dict[str, Tensor], state: dict | None = None
 ) -> Path:
-    """Write a model's state dict and the training state, of plain values and tensors, of a step."""
-    folder = Path(run) / "checkpoint"
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"step_{step:06d}.safetensors"
+    """Write a model's state dict and the training state, of plain values and tensors; returns the weights file."""
+    path = Path(run) / "checkpoint" / f"step_{step:06d}.safetensors"
+    path.parent.mkdir(parents=True, exist_ok=True)
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
-    header = {"step": str(step), "config": json.dumps(asdict(config))}
-
-    def write(temporary: Path) -> None:
-        save_file(tensors, temporary, metadata=header)
-        if state is not None:
-            whole = {**state, "weights_sha256": _digest(temporary)}
-            write_file(path.with_suffix(".pt"), lambda rest: torch.save(whole, rest))
-
-    write_file(path, write)
+    content = safetensors.torch.save(tensors, {"step": str(step), "config": json.dumps(asdict(config))})
+    if state is not None:
+        whole = {**state, "weights_sha256": hashlib.sha256(content).hexdigest()}
+        write_file(path.with_suffix(".pt"), lambda temporary: torch.save(whole, temporary))
+    write_file(path, lambda temporary: temporary.write_bytes(content))
     return path
-
-
-def _digest(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def step_of(path: Path) -> int:
@@ -97,21 +83,15 @@ def step_of(path: Path) -> int:
 
 
 def checkpoints(run: str | Path) -> list[Path]:
-    """The weights files of a run's checkpoints by step. FileNotFoundError, saying what is missing, if none."""
-    run = Path(run)
-    if not run.is_dir():
-        raise FileNotFoundError(f"{run}: no such run folder")
-    found = list((run / "checkpoint").glob("step_*.safetensors"))
+    """The weights files of a run's checkpoints by step. FileNotFoundError if there is none."""
+    found = sorted(Path(run).glob("checkpoint/step_*.safetensors"), key=step_of)
     if not found:
-        raise FileNotFoundError(f"{run}: holds no checkpoint (checkpoint/step_*.safetensors); was it a training run?")
-    return sorted(found, key=step_of)
+        raise FileNotFoundError(f"{run}: no such run folder, or it holds no checkpoint/step_*.safetensors")
+    return found
 
 
 def latest_checkpoint(run: str | Path) -> Path:
-    """The weights file of the run's last checkpoint that is whole. Damaged ones are passed over with a warning.
-
-    FileNotFoundError if there is no checkpoint, ValueError if none is whole.
-    """
+    """The weights file of a run's last whole checkpoint; damaged ones are passed over with a warning."""
     first, *later = checkpoints(run)
     for path in reversed(later):
         try:
@@ -124,22 +104,14 @@ def latest_checkpoint(run: str | Path) -> Path:
 
 
 def check_checkpoint(path: Path) -> None:
-    """ValueError, naming the file, where the training state's CRC-32 or the digest of the weights in it is another.
-
-    Weights without a training state (an imported model, say) are not checked.
-    """
+    """ValueError, naming the file, where a training state is damaged, or was not written with these weights."""
     rest = path.with_suffix(".pt")
-    if not rest.exists():
-        return
-    try:
-        with zipfile.ZipFile(rest) as archive:
-            damage = archive.testzip()
-    except (OSError, zipfile.BadZipFile) as error:
-        damage = error
-    if damage:
-        raise ValueError(f"{rest}: is damaged ({damage})")
-    if _digest(path) != load_state(path).get("weights_sha256", _digest(path)):  # older versions kept it elsewhere
-        raise ValueError(f"{path}: is damaged (its SHA-256 is not the one in {rest.name})")
+    if rest.exists():  # an imported model, say, has none
+        with _reading(rest, "training state"), zipfile.ZipFile(rest) as archive, open(path, "rb") as weights:
+            if damaged := archive.testzip():  # torch.load does not look at the CRC-32 of its tensors
+                raise ValueError(f"{damaged} is damaged")
+            if load_state(path)["weights_sha256"] != hashlib.file_digest(weights, "sha256").hexdigest():
+                raise ValueError(f"its SHA-256 is not that of {path.name}")
 
 
 def prune_checkpoints(run: Path, keep: int, step: int) -> None:
@@ -150,31 +122,27 @@ def prune_checkpoints(run: Path, keep: int, step: int) -> None:
             path.unlink()
 
 
+@contextlib.contextmanager
+def _reading(path: Path, what: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # whatever the damage happens to trigger
+        raise ValueError(f"{path}: not a whole {what} ({error})") from error
+
+
 def read_config(path: Path) -> GPTConfig:
     """The GPTConfig in a weights file's header. ValueError, naming the file, if it is damaged or not ours."""
-    with _naming(path), safe_open(path, "pt") as file:
+    with _reading(path, "checkpoint of this program"), safe_open(path, "pt") as file:
         return GPTConfig.from_dict(json.loads((file.metadata() or {})["config"]))
 
 
 def load_weights(path: Path, device: str | torch.device = "cpu", scaling: dict | None = None) -> GPT:
-    """The model in a weights file, in evaluation mode.
-
-    scaling: another than it was trained with ({"name": "none"} for plain RoPE). ValueError, naming the file, if it is
-    damaged or not ours, and for a scaling that does not fit the model.
-    """
+    """The model in a weights file, in evaluation mode, under another scaling if given. ValueError, naming the file."""
     config = read_config(path)
     model = GPT(config if scaling is None else replace(config, scaling=scaling))
-    with _naming(path):
-        model.load_state_dict(load_file(path))
+    with _reading(path, "checkpoint of this program"):
+        model.load_state_dict(safetensors.torch.load_file(path))
     return model.to(device).eval()
-
-
-@contextlib.contextmanager
-def _naming(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except (SafetensorError, KeyError, TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(f"{path}: not a whole checkpoint of this program ({error})") from error
 
 
 def load_run(run: str | Path, device: str | torch.device = "cpu", scaling: dict | None = None) -> GPT:
@@ -185,7 +153,5 @@ def load_run(run: str | Path, device: str | torch.device = "cpu", scaling: dict 
 def load_state(weights: Path) -> dict:
     """The training state beside a weights file, on the CPU. ValueError, naming the file, if missing or damaged."""
     path = weights.with_suffix(".pt")
-    try:
+    with _reading(path, "training state, to resume from"):
         return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:  # torch.load raises whatever the damage happens to trigger
-        raise ValueError(f"{path}: not a whole training state ({error}); it cannot be resumed from") from error

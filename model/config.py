@@ -1,20 +1,22 @@
 """The network's description: everything needed to build it, checked when it is made."""
 
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
 from model.checks import check_whole
 from model.positions import SCHEMES, build_scheme, check_scaling, complete_scheme
 
-ATTENTIONS = ("softmax", "linear")
+ALLOWED = {"attention": ("softmax", "linear"), "query_scale": (None, "log", "log_nope", "ssmax")}
+ALLOWED |= {"bias": (True, False), "sinks": (True, False)}
 LAYERS = ("full", "window", "nope")
-QUERY_SCALES = (None, "log", "log_nope", "ssmax")
+WHOLE = ("vocab_size", "n_layer", "n_head", "head_dim", "train_length", "n_kv_head", "original_length")
 
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """GPT-2's architecture with a position scheme by name.
+    """GPT-2's architecture with a position scheme by name. ValueError, naming the setting, for what cannot be built.
 
     width = n_head · head_dim; given as well, `width` must agree. n_kv_head: key and value heads, a divisor of n_head
     (None: n_head); query head h uses key head h // (n_head / n_kv_head). train_length: the longest window seen in
@@ -27,8 +29,6 @@ class GPTConfig:
     query_scale: None; log, queries grow with the logarithm of their position past train_length (Llama 4, 2025);
     log_nope, in nope layers only, as there; ssmax, queries grow with the logarithm of the number of tokens seen, times
     a learned factor a head (Nakanishi 2025). sinks: a learned logit a head in the softmax's denominator (gpt-oss).
-
-    Raises ValueError, naming the setting and what is allowed, for anything that cannot be built.
     """
 
     vocab_size: int
@@ -50,11 +50,21 @@ class GPTConfig:
     sinks: bool = False
 
     def __post_init__(self):
-        for name, source in (("n_kv_head", "n_head"), ("original_length", "train_length")):
-            if getattr(self, name) is None:
-                object.__setattr__(self, name, getattr(self, source))
-        for name in ("vocab_size", "n_layer", "n_head", "head_dim", "train_length", "n_kv_head", "original_length"):
+        assign = partial(object.__setattr__, self)  # the class is frozen
+        if self.n_kv_head is None:
+            assign("n_kv_head", self.n_head)
+        if self.original_length is None:
+            assign("original_length", self.train_length)
+        for name in WHOLE:
             check_whole(f"model.{name}", getattr(self, name))
+        check_whole("model.window", self.window, optional=True)
+        for name, allowed in ALLOWED.items():
+            if repr(getattr(self, name)) not in map(repr, allowed):  # 1 is not True
+                raise ValueError(f"model.{name}={getattr(self, name)!r}: known are {', '.join(map(str, allowed))}")
+        if type(self.dropout) not in (int, float) or not 0 <= self.dropout < 1:
+            raise ValueError(f"model.dropout={self.dropout!r}: must be a number from 0 to below 1")
+        if not isinstance(self.layers, list | tuple) or not self.layers or any(x not in LAYERS for x in self.layers):
+            raise ValueError(f"model.layers={self.layers!r}: must be a list of {', '.join(LAYERS)}, one entry at least")
         if self.head_dim % 2:
             raise ValueError(f"model.head_dim={self.head_dim}: must be even, rotary planes have two dimensions")
         if self.n_head % self.n_kv_head:
@@ -62,38 +72,19 @@ class GPTConfig:
         width = self.n_head * self.head_dim
         if self.width not in (None, width):
             raise ValueError(f"model.width={self.width!r}: must be n_head · head_dim = {width}, or left out (null)")
-        object.__setattr__(self, "width", width)
-        for name in ("bias", "sinks"):
-            if type(getattr(self, name)) is not bool:
-                raise ValueError(f"model.{name}={getattr(self, name)!r}: must be true or false")
-        if type(self.dropout) not in (int, float) or not 0 <= self.dropout < 1:
-            raise ValueError(f"model.dropout={self.dropout!r}: must be a number from 0 to below 1")
-        object.__setattr__(self, "pos", complete_scheme(self.pos))
-        object.__setattr__(self, "scaling", check_scaling(self))
-        if self.attention not in ATTENTIONS:
-            raise ValueError(f"model.attention={self.attention!r}: known are {', '.join(ATTENTIONS)}")
-        if not isinstance(self.layers, list | tuple) or not self.layers or not set(self.layers) <= set(LAYERS):
-            raise ValueError(f"model.layers={self.layers!r}: must be a list of {', '.join(LAYERS)}, one entry at least")
-        object.__setattr__(self, "layers", list(self.layers))
-        check_whole("model.window", self.window, optional=True)
         if ("window" in self.layers) != (self.window is not None):
-            raise ValueError(
-                f"model.window={self.window}, model.layers={self.layers}: window layers need model.window, the number "
-                "of tokens they see; leave it out without them"
-            )
-        if self.query_scale not in QUERY_SCALES:
-            known = ", ".join(map(str, QUERY_SCALES))
-            raise ValueError(f"model.query_scale={self.query_scale!r}: known are {known}")
+            raise ValueError(f"model.window={self.window}, model.layers={self.layers}: window layers need model.window")
         if self.query_scale == "log_nope" and "nope" not in self.layers:
             raise ValueError("model.query_scale=log_nope: needs nope in model.layers; use log for all layers")
-        if self.attention == "linear" and (set(self.layers) != {"full"} or self.query_scale or self.sinks):
-            raise ValueError("model.attention=linear: has no softmax for model.layers, query_scale or sinks")
-        if self.attention == "linear" and SCHEMES[self.pos["name"]].biased:
-            fitting = ", ".join(name for name, scheme in SCHEMES.items() if not scheme.biased)
-            raise ValueError(
-                f"model.attention=linear with pos={self.pos['name']}: has no score matrix for its bias; use "
-                f"model.attention=softmax, or one of {fitting}"
-            )
+        assign("width", width)
+        assign("layers", list(self.layers))
+        assign("pos", complete_scheme(self.pos))
+        assign("scaling", check_scaling(self))
+        if self.attention == "linear":
+            if set(self.layers) != {"full"} or self.query_scale or self.sinks:
+                raise ValueError("model.attention=linear: has no softmax for model.layers, query_scale or sinks")
+            if SCHEMES[self.pos["name"]].biased:
+                raise ValueError(f"model.attention=linear with pos={self.pos['name']}: has no score matrix for a bias")
         with torch.device("meta"):
             build_scheme(self)  # which checks the ranges of its own keys
 

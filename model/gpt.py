@@ -243,7 +243,7 @@ class GPT(nn.Module):
         for prompt in prompts:
             self.check_tokens(prompt[None])
         check_whole("max_new_tokens", max_new_tokens)
-        check_sampling(temperature, top_k, top_p, generator, prompts[0].device)
+        check_sampling(temperature, top_k, top_p)
         shortest, longest = min(map(len, prompts)), max(map(len, prompts))
         total = longest + max_new_tokens
         self.pos.check_position(total - 2)  # the last token drawn is never fed back

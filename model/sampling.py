@@ -21,18 +21,13 @@ def evaluating(model: nn.Module) -> Iterator[None]:
         model.train(was_training)
 
 
-def check_sampling(
-    temperature: float, top_k: int | None, top_p: float | None, generator: torch.Generator | None, device: torch.device
-) -> None:
+def check_sampling(temperature: float, top_k: int | None, top_p: float | None) -> None:
     """Raise ValueError for what `sample` does not take."""
     if not is_number(temperature) or temperature < 0:
         raise ValueError(f"temperature={temperature!r}: must be a finite number of at least 0 (0: the likeliest token)")
     check_whole("top_k", top_k, optional=True)
     if top_p is not None and (not is_number(top_p) or not 0 < top_p <= 1):
         raise ValueError(f"top_p={top_p!r}: must be above 0 and at most 1, or None for all tokens")
-    if generator is not None and (not isinstance(generator, torch.Generator) or generator.device.type != device.type):
-        found = generator.device if isinstance(generator, torch.Generator) else type(generator).__name__
-        raise ValueError(f"generator: must be a torch.Generator on {device}, where the logits are, found {found}")
 
 
 def sample(
@@ -44,8 +39,7 @@ def sample(
 ) -> Tensor:
     """One id a row: logits (B, V) -> int64 (B, 1). Ties are cut by id order, so top_k keeps exactly k ids.
 
-    Settings as check_sampling accepts them. Raises ValueError (on the CPU only: elsewhere looking would stall every
-    step) for a row whose largest logit is not a finite number.
+    Raises ValueError, on the CPU only, for a row whose largest logit is not finite. Elsewhere looking would stall.
     """
     if logits.device.type == "cpu" and not all(map(math.isfinite, logits.amax(dim=-1).tolist())):
         raise ValueError("the model's logits are not finite numbers, so no token can be drawn from them")

@@ -8,14 +8,14 @@ It returns the scaled frequencies, of plain.inv_freq's shape, dtype and device, 
 are taken as complete_scaling leaves them. factor is the stretch s; s = 1 is plain RoPE, bit for bit (dynamic's up to
 train_length, longrope's with divisors of 1).
 
-A new scaling is one function, its name in SCALINGS and one file in configs/scaling/; one line in REGIMES as well if it
-looks at length for more than an open factor. Its keyword-only arguments are its configuration keys: a default of None
-may stay open, a number may not, and a key without a default holds one number a plane.
+A new scaling is one function, its name in SCALINGS, one file in configs/scaling/, and a line in `regime` if it looks at
+length for more than an open factor. Its keyword-only arguments are its configuration keys: a default of None may stay
+open, a number may not, and a key without a default holds one number a plane.
 """
 
 import inspect
 import math
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from typing import NamedTuple
 
 import torch
@@ -55,10 +55,7 @@ def ntk(plain: Plain, *, factor: float | None = None) -> Scaled:
     """
     planes = len(plain.inv_freq)
     if planes < 2:
-        raise ValueError(
-            f"scaling=ntk (or dynamic) needs a rotary width of at least 4, found {2 * planes}; use scaling=linear, or "
-            "a larger head_dim or rotary_fraction"
-        )
+        raise ValueError(f"scaling=ntk (or dynamic) needs a rotary width of at least 4, found {2 * planes}; use linear")
     # (b · s^(d/(d-2)))^(-2i/d) = b^(-2i/d) · s^(-i/(planes-1)), written so that s = 1 multiplies by exactly 1.
     return plain.inv_freq * plain.stretch(factor) ** -(plain.steps() / (planes - 1)), 1.0
 
@@ -66,8 +63,7 @@ def ntk(plain: Plain, *, factor: float | None = None) -> Scaled:
 def dynamic(plain: Plain, *, factor: float | None = None) -> Scaled:
     """Dynamic NTK (emozilla 2023): the base b · (s·L/T - (s-1))^(d/(d-2)), L = max(length, T), T = train_length.
 
-    An open factor is 1 here: NTK scaling by L/T. Past T every new token changes all frequencies: decoding then costs as
-    much as without a cache, unless the length of the whole sequence is declared (GPT.forward's scaling_length).
+    An open factor is 1 here: NTK scaling by L/T. Past T every new token changes all frequencies.
     """
     return ntk(plain, factor=1.0 + (1.0 if factor is None else factor) * (plain.stretch(None) - 1.0))
 
@@ -107,9 +103,7 @@ def longrope(plain: Plain, *, factor: float | None = None, short: list[float], l
     (with an open factor, s is 1 up to train_length). Raises ValueError for a train_length of 1, whose logarithm is 0.
     """
     if plain.train_length < 2:
-        raise ValueError(
-            f"scaling=longrope needs a train_length of at least 2, found {plain.train_length}; use scaling=yarn"
-        )
+        raise ValueError(f"scaling=longrope needs a train_length of at least 2, found {plain.train_length}; use yarn")
     chosen = long if plain.length > plain.train_length else short
     divisors = torch.tensor(chosen, dtype=plain.inv_freq.dtype, device=plain.inv_freq.device)
     return plain.inv_freq / divisors, math.sqrt(1.0 + math.log(plain.stretch(factor)) / math.log(plain.train_length))
@@ -126,15 +120,7 @@ def llama3(plain: Plain, *, factor: float | None = None, low: float = 1.0, high:
     return torch.lerp(plain.inv_freq / plain.stretch(factor), plain.inv_freq, kept), 1.0
 
 
-SCALINGS: dict[str, Callable[..., Scaled]] = {
-    scaling.__name__: scaling for scaling in (linear, ntk, dynamic, yarn, longrope, llama3)
-}
-
-# What a scaling sees of (train_length, length) apart from an open factor; those that are not here see nothing of it.
-REGIMES: dict[str, Callable[[int, int], Hashable]] = {
-    "dynamic": max,
-    "longrope": lambda train_length, length: length > train_length,
-}
+SCALINGS = {scaling.__name__: scaling for scaling in (linear, ntk, dynamic, yarn, longrope, llama3)}
 
 
 def scaled(inv_freq: Tensor, base: float, scaling: dict, train_length: int, length: int) -> Scaled:
@@ -145,50 +131,37 @@ def scaled(inv_freq: Tensor, base: float, scaling: dict, train_length: int, leng
 
 def regime(scaling: dict, train_length: int, length: int) -> Hashable:
     """Equal for two lengths exactly where a completed scaling returns the same for both; None where it always does."""
-    if scaling.get("factor", 1.0) is None:
+    if scaling.get("factor", 1.0) is None or scaling["name"] == "dynamic":
         return max(train_length, length)
-    return REGIMES.get(scaling["name"], lambda *_: None)(train_length, length)
+    return length > train_length if scaling["name"] == "longrope" else None
 
 
 LEAST, MOST = 1e-9, 1e9  # beyond them angles or scores would overflow
 
 
-def _is_number(value) -> bool:
-    # The comparison turns down nan and inf; type() turns down True.
-    return type(value) in (int, float) and LEAST <= value <= MOST
-
-
-def _check_value(name: str, key: str, value, default, planes: int):
-    """The value with its numbers as floats. Raises ValueError."""
-    if default is inspect.Parameter.empty:
-        need = f"a list of {planes} finite numbers from {LEAST:g} to {MOST:g}, one a plane (1 leaves it as it is)"
-        if value is default:
-            raise ValueError(f"scaling.{key} is missing: {name} needs {need}")
-        if type(value) not in (list, tuple) or len(value) != planes or not all(map(_is_number, value)):
-            raise ValueError(f"scaling.{key}={value!r}: must be {need}")
-        return [float(number) for number in value]
-    if value is None and default is None:
-        return None
-    if not _is_number(value) or (key == "factor" and value < 1):
-        least = "of at least 1 (1 is plain RoPE)" if key == "factor" else f"of at least {LEAST:g}"
-        way_out = "null, which derives it" if default is None else f"the default, {default}"
-        raise ValueError(
-            f"scaling.{key}={value!r}: must be a finite number {least}, at most {MOST:g}; or use {way_out}"
-        )
-    return float(value)
-
-
 def complete_scaling(scaling: dict, planes: int) -> dict:
-    """The scaling's name and all of its keys, defaults filled in. Raises ValueError, naming what is allowed.
-
-    planes: half of the rotary width, the length of keys that hold one number a plane.
-    """
+    """The scaling's name and all of its keys, defaults filled in. Raises ValueError, naming what is allowed."""
     name, known = lookup("scaling", SCALINGS, scaling)
-    done = {key: _check_value(name, key, scaling.get(key, default), default, planes) for key, default in known.items()}
+    done = {"name": name}
+    for key, default in known.items():
+        value, least = scaling.get(key, default), 1 if key == "factor" else LEAST  # a factor of 1 is plain RoPE
+        if value is None and default is None:
+            done[key] = None
+            continue
+        if default is inspect.Parameter.empty:
+            need = f"a list of {planes} finite numbers from {LEAST:g} to {MOST:g}, one a plane"
+            numbers = value if type(value) in (list, tuple) and len(value) == planes else [None]
+        else:
+            way_out = "null" if default is None else default
+            need = f"a finite number of at least {least:g}, at most {MOST:g}; or use the default, {way_out}"
+            numbers = [value]
+        # The comparison turns down nan and inf; type() turns down True.
+        if not all(type(number) in (int, float) and least <= number <= MOST for number in numbers):
+            found = f"={value!r}" if key in scaling else " is missing"
+            raise ValueError(f"scaling.{key}{found}: must be {need}")
+        done[key] = [*map(float, value)] if default is inspect.Parameter.empty else float(value)
     for lower, upper in (("beta_slow", "beta_fast"), ("low", "high")):
         if lower in done and done[lower] >= done[upper]:
-            raise ValueError(
-                f"scaling.{upper}={done[upper]}: must be above scaling.{lower}={done[lower]}; "
-                f"the defaults are {known[upper]} and {known[lower]}"
-            )
-    return {"name": name, **done}
+            defaults = f"the defaults are {known[upper]} and {known[lower]}"
+            raise ValueError(f"scaling.{upper}={done[upper]}: must be above scaling.{lower}={done[lower]}; {defaults}")
+    return done

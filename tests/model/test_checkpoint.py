@@ -3,8 +3,10 @@
 import hashlib
 import os
 import pickle
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -110,7 +112,7 @@ for state in ({"step": 2}, {"step": 2, "moments": model.state_dict()}):
         [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True, timeout=120
     )
     for line in done.stdout.splitlines():
-        assert line.startswith(f"{tmp_path / 'checkpoint' / 'step_000002.safetensors'}: cannot be written (")
+        assert re.match(rf"{tmp_path / 'checkpoint' / 'step_000002'}\.(pt|safetensors): cannot be written \(", line)
     assert len(done.stdout.splitlines()) == 2
     assert latest_checkpoint(tmp_path).name == "step_000001.safetensors"
     assert not [path for path in (tmp_path / "checkpoint").iterdir() if path.name.endswith(".tmp")]
@@ -118,14 +120,12 @@ for state in ({"step": 2}, {"step": 2, "moments": model.state_dict()}):
 
 @pytest.mark.parametrize("victim", ["state", "weights"])
 def test_a_crash_while_saving_keeps_the_last_checkpoint(victim, tmp_path, monkeypatch):
-    import model.checkpoint as checkpoint
-
     save(tmp_path, 1)
 
     def crash(*args, **kwargs):
         raise OSError("disk full")
 
-    target = (torch, "save") if victim == "state" else (checkpoint, "save_file")
+    target = (torch, "save") if victim == "state" else (Path, "write_bytes")
     monkeypatch.setattr(*target, crash)
     with pytest.raises(OSError, match="disk full"):
         save(tmp_path, 2)
@@ -137,7 +137,7 @@ def test_a_crash_while_saving_keeps_the_last_checkpoint(victim, tmp_path, monkey
 def test_missing_and_damaged_files_are_named(tmp_path):
     with pytest.raises(FileNotFoundError, match="no such run folder"):
         load_run(tmp_path / "nowhere")
-    with pytest.raises(FileNotFoundError, match="holds no checkpoint"):
+    with pytest.raises(FileNotFoundError, match="it holds no checkpoint"):
         load_run(tmp_path)
     path = save(tmp_path, 1)
     path.with_suffix(".pt").write_bytes(path.with_suffix(".pt").read_bytes()[:-20])
