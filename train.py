@@ -45,35 +45,33 @@ class Trainer:
         self.device = devices.pick_device(config.device, ranks.local_rank)
         self.precision = devices.pick_precision(config.precision, self.device)
         self.autocast = devices.autocast(self.device, self.precision)
-        self.task, self.solved, self.sharded = task_of(config), False, config.sharding == "fsdp"
-        self.step_tokens = t.batch_size * (self.task.width if self.task else config.model.train_length)  # with padding
         devices.set_numerics(t.tf32 and self.device.type == "cuda", config.deterministic)
         log.info(f"device   {self.device}, {self.precision}, {ranks.world_size} process(es), preset={config.preset}")
-
-        self.source = self.task or self._open_text(config)
+        self.task, self.solved, self.sharded = task_of(config), False, config.sharding == "fsdp"
+        self.step_tokens = t.batch_size * (self.task.width if self.task else config.model.train_length)  # with padding
+        self.source = self.task or self._open_text()
         log.info("data     %s", self.source.summary)
 
-        self.step, state = 0, {}
+        state = {}
         if config.resume:
             weights = Path(ranks.share(str(latest_checkpoint(folder)) if ranks.first else None))
             self.model, state = load_weights(weights), load_state(weights)
-            self.step = state["step"]
-            if state["fingerprint"] != self.source.fingerprint:
-                raise ValueError(
-                    f"resume={folder}: was trained on data {state['fingerprint']}, not {self.source.fingerprint}"
-                )
-            if self.step > t.max_steps:
-                raise ValueError(f"resume={folder}: has {self.step} steps; raise train.max_steps={t.max_steps}")
-            log.info("resume   %s, step %d of %d", folder, self.step, t.max_steps)
+            if state["fingerprint"] != (found := self.source.fingerprint):
+                raise ValueError(f"resume={folder}: was trained on data {state['fingerprint']}, not {found}")
+            if state["step"] > t.max_steps:
+                raise ValueError(f"resume={folder}: has {state['step']} steps; raise train.max_steps={t.max_steps}")
+            log.info("resume   %s, step %d of %d", folder, state["step"], t.max_steps)
         else:
             torch.manual_seed(config.seed)
             self.model = GPT(gpt_config)
             if config.init_from:
                 run_folder.start_from(self.model, Path(config.init_from).expanduser())
-        flops, count = self.model.flops_per_token(config.model.train_length), self.model.num_parameters()
-        of_scheme = sum(parameter.numel() for parameter in self.model.pos.parameters())
-        about = f"{count:,} parameters ({of_scheme:,} for positions), {flops / 1e6:.1f} MFLOP a token"
-        log.info("model    %s: %s, train length %d", scheme_name(config), about, config.model.train_length)
+        self.step, self.saved = state.get("step", 0), state.get("step")  # done, and in the last checkpoint
+        self.pending = [*state.get("pending", [])]  # since the last row of metrics: (step, loss, gradient norm)
+        flops, of_pos = self.model.flops_per_token(config.model.train_length), self.model.pos.parameters()
+        size = f"{self.model.num_parameters():,} parameters ({sum(p.numel() for p in of_pos):,} for positions)"
+        about = f"{size}, {flops / 1e6:.1f} MFLOP a token, train length {config.model.train_length}"
+        log.info("model    %s: %s", scheme_name(config), about)
         peak = devices.peak_flops(self.device, t.peak_flops)
         self.mfu_of_rate = peak and 3 * flops / (peak * ranks.world_size)  # the pass backward costs two passes forward
 
@@ -86,15 +84,12 @@ class Trainer:
         if state:
             processes.load_optimizer(self.optimizer, state["optimizer"], self.sharded)
             self.scaler.load_state_dict(state["scaler"])
-        # Steps since the last row of metrics: (step, mean loss of the global batch, gradient norm).
-        self.pending = [*state.get("pending", [])]
-        self.saved = state.get("step")  # the step of the last checkpoint
         self.forward = self._forward()
 
-    def _open_text(self, config: DictConfig) -> TokenFiles:
+    def _open_text(self) -> TokenFiles:
         """The corpus, and what of it is to be scored on which lengths."""
-        tokenizer, data_config = get_tokenizer(**config.tokenizer), DataConfig(**config.data)
-        self.files = files = self.ranks.in_turn(lambda: prepare(data_config, tokenizer, say=log.info))
+        config, tokenizer = self.config, get_tokenizer(**self.config.tokenizer)
+        files = self.ranks.in_turn(lambda: prepare(DataConfig(**config.data), tokenizer, say=log.info))
         about = {"corpus": files.meta["corpus"], "fingerprint": files.fingerprint, "tokenizer": tokenizer.name}
         self.text = Text(files.val, files.val_offsets, tokenizer.bytes_per_token, about)
         train_length, val = config.model.train_length, config.val
@@ -102,6 +97,7 @@ class Trainer:
         stride = val.stride or default_stride(train_length, lengths)
         self.scoring = Scoring(tuple(lengths), stride=stride, max_targets=val.max_targets)
         self.scoring.pieces(self.text)  # refuses what does not fit the text
+        self.files = files
         return files
 
     def _forward(self) -> nn.Module:
@@ -118,7 +114,7 @@ class Trainer:
         return forward
 
     def train(self) -> float:
-        """Train to the end; returns the validation loss at the training length (nats a token).
+        """Train to the end; returns what _evaluate does.
 
         SIGINT and SIGTERM end it by SystemExit, after the step at hand and once its checkpoint is written.
         """
@@ -131,7 +127,7 @@ class Trainer:
             bar = outputs.enter_context(tqdm(total=t.max_steps, initial=self.step, **how))
             outputs.enter_context(logging_redirect_tqdm([logging.getLogger()]))
             # A checkpoint is written before its step is measured, so a resumed run measures first.
-            nll = self._evaluate() if self.step and self._due(t.eval_every) else math.nan
+            score = self._evaluate() if self.step and self._due(t.eval_every) else math.nan
             clock, counted, began = time.perf_counter(), self.step, self.step
             while self.step < t.max_steps and not self.solved:
                 self._update()
@@ -147,17 +143,17 @@ class Trainer:
                     mfu = self.mfu_of_rate and rate * self.mfu_of_rate
                     self._record(row | {"speed/tokens_per_second": rate, "speed/mfu": mfu})
                     bar.set_postfix_str(f"loss {loss:.3f}, {rate:,.0f} tokens/s", refresh=False)
-                    if counted == began + t.log_every:  # the first row has the first step's start in it
+                    if counted == began + 1:
                         left = (t.max_steps - self.step) * self.step_tokens / rate
-                        log.info("time     about %s of training on this machine", run_folder.in_words(left))
+                        log.info("time     about %s of training on this machine", tqdm.format_interval(left))
                 if checkpoint:
                     self._checkpoint()
                 self._stop_if_asked()
                 if measured:
-                    nll = self._evaluate()
-                if noted:  # what came since the row is no training
+                    score = self._evaluate()
+                if noted or self.step == began + 1:  # the first step also starts the device
                     clock, counted = time.perf_counter(), self.step
-        return nll
+        return score
 
     def _update(self) -> None:
         """One optimiser step over the global batch. Its mean loss and gradient norm stay on the device, `pending`."""
@@ -191,7 +187,7 @@ class Trainer:
         self.pending.append((self.step, loss, norm.full_tensor() if self.sharded else norm))
         self.scaler.step(self.optimizer)
         self.scaler.update()
-        self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad()
 
     def _batch(self) -> tuple[Tensor, Tensor]:
         """Inputs and targets of the step at hand on the device, int64 (B, T), B this process' share of the batch."""
@@ -213,55 +209,50 @@ class Trainer:
         return steps
 
     def _evaluate(self) -> float:
-        """Validation loss at the training length, recorded for all lengths; after the last step it is the report."""
+        """Measure and record, and report after the last step.
+
+        Returns the validation loss at the training length, nats a token; of a task the share of wrong answers in its
+        first range.
+        """
         c = self.config
         about = {"run": c.name, "folder": str(self.folder), "checkpoint": f"step_{self.step:06d}"}
         about |= {"precision": self.precision, "seed": c.seed}
-        if self.task:
-            return self._evaluate_task(about)
-        with self.autocast:  # measure() reports its progress in all processes at once
-            (measurement,) = measure(self.model, self.text, self.scoring, about, self._stop_if_asked, self.ranks)
-        self.model.train()
-        shown = ", ".join(f"{row['length']}: {with_error(row)}" for row in measurement.rows)
-        log.info("step %d  validation perplexity at %s", self.step, shown)
-        at_train = measurement.row(c.model.train_length)
-        row = {"val/loss": at_train["nll"]} | {f"val/{key}": at_train[key] for key in ("perplexity", "bits_per_byte")}
-        rows = [row for row in measurement.rows if row["nll"] is not None]
-        self._record(row | {f"val/perplexity_{row['length']}": row["perplexity"] for row in rows})
-        if self.ranks.first and self.step == c.train.max_steps:
-            report = Report([measurement])
-            report.write(self.folder, html=False)
-            log_curve(measurement.rows, "extrapolation/final", self._record, self.wandb)
-            following = run_folder.next_commands(self.folder, c.pos.name, c.wandb.mode != "disabled")
-            log.info("%s\n\n%s", report.text(), following)
-        return at_train["nll"]
-
-    def _evaluate_task(self, about: dict) -> float:
-        """The share of wrong answers in the first range. Exact match in all is recorded, and reported at the end."""
         with self.autocast:
-            answers = self.ranks.share(measure_task(self.model, self.task, about))
-        rows = answers.rows
-        log.info("step %d  exact match at %s", self.step, in_words(rows))
-        self._record({f"val/exact_match_{row['range']}": row["exact_match"] for row in rows})
-        right = rows[0]["exact_match"] or 0.0
-        self.solved = self.task.stop_at is not None and right >= self.task.stop_at
+            if self.task:
+                found = self.ranks.share(measure_task(self.model, self.task, about))
+            else:  # measure() reports its progress in all processes at once
+                (found,) = measure(self.model, self.text, self.scoring, about, self._stop_if_asked, self.ranks)
+        if self.task:
+            right = found.rows[0]["exact_match"] or 0.0
+            score, self.solved = 1 - right, self.task.stop_at is not None and right >= self.task.stop_at
+            row = {f"val/exact_match_{row['range']}": row["exact_match"] for row in found.rows}
+            log.info("step %d  exact match at %s", self.step, in_words(found.rows))
+        else:
+            at_train = found.row(c.model.train_length)
+            score, rows = at_train["nll"], [row for row in found.rows if row["nll"] is not None]
+            row = {"val/loss": score} | {f"val/{key}": at_train[key] for key in ("perplexity", "bits_per_byte")}
+            row |= {f"val/perplexity_{row['length']}": row["perplexity"] for row in rows}
+            shown = ", ".join(f"{row['length']}: {with_error(row)}" for row in found.rows)
+            log.info("step %d  validation perplexity at %s", self.step, shown)
+        self._record(row)
         if self.solved:
             self._checkpoint()
-        if self.ranks.first and (self.solved or self.step == self.config.train.max_steps):
-            log_answers(rows, "extrapolation/final", self._record, self.wandb)
-            AnswerReport([answers]).write(self.folder)
-        return 1 - right
+        if self.ranks.first and (self.solved or self.step == c.train.max_steps):
+            report, log_rows = (AnswerReport([found]), log_answers) if self.task else (Report([found]), log_curve)
+            report.write(self.folder, html=False)
+            log_rows(found.rows, "extrapolation/final", self._record, self.wandb)
+            log.info("%s\n\n%s", report.text(), run_folder.next_commands(self.folder, c))
+        return score
 
     def _checkpoint(self) -> None:
         """Write what a later process needs to go on from here, unless that was done already."""
         if self.saved == self.step:
             return
         pending = self._finite_steps()  # weights that are not finite must not be kept
-        weights, optimizer = processes.whole_state(self.model, self.optimizer)
+        weights, optimizer = processes.whole(self.model.state_dict()), processes.whole(self.optimizer.state_dict())
         if self.ranks.first:
             state = {"step": self.step, "fingerprint": self.source.fingerprint, "pending": pending}
             state |= {"optimizer": optimizer, "scaler": self.scaler.state_dict()}
-            self.metrics.sync()
             save_checkpoint(self.folder, self.step, self.model.config, weights, state)
             prune_checkpoints(self.folder, self.config.train.keep, self.step)
         self.saved = self.step
@@ -274,33 +265,33 @@ class Trainer:
             raise SystemExit(128 + signum)
 
     def _open_outputs(self, outputs: contextlib.ExitStack) -> None:
-        """config.yaml, metrics.jsonl and wandb, of the first process."""
-        if (self.folder / "config.yaml").exists() and not self.config.resume:
-            raise ValueError(f"{self.folder}: holds a run already; resume= it, or choose another folder")
-        for left in self.folder.glob(".*.tmp"):  # by a process that was killed
-            left.unlink()
-        here = {**run_folder.provenance(), "device": str(self.device), "device_name": devices.device_name(self.device)}
-        here |= {"threads": torch.get_num_threads(), "processes": self.ranks.world_size, "precision": self.precision}
-        scheme = scheme_name(self.config)
-        if self.config.resume:
-            prune_checkpoints(self.folder, self.config.train.keep, self.step)
+        """config.yaml and metrics.jsonl, of the first process; wandb is started by the first row."""
+        config, here = self.config, run_folder.provenance(self.device)
+        here |= {"processes": self.ranks.world_size, "precision": self.precision}
+        if config.resume:
+            prune_checkpoints(self.folder, config.train.keep, self.step)
             _, provenance = run_folder.read_run(self.folder)
             provenance["resumed"] = [*provenance.get("resumed", []), here]
+        elif (self.folder / "config.yaml").exists():
+            raise ValueError(f"{self.folder}: holds a run already; resume= it, or choose another folder")
         else:
-            provenance = {"wandb_id": tracking.new_wandb_id(scheme), **here, "fingerprint": self.source.fingerprint}
-        plain = run_folder.write_run(self.folder, self.config, provenance)
-        self.metrics = run_folder.MetricsFile(self.folder / "metrics.jsonl", self.step)
-        identity = tracking.wandb_identity(self.config, scheme)
-        where = self.config.wandb, self.folder, provenance["wandb_id"], plain
-        self.wandb, self.start_wandb = None, lambda: tracking.start_wandb(*where, **identity)
-        outputs.push(lambda kind, *_: self.wandb and tracking.finish_wandb(self.wandb, failed=kind is not None))
+            wandb_id = tracking.new_wandb_id(scheme_name(config))
+            provenance = {"wandb_id": wandb_id, **here, "fingerprint": self.source.fingerprint}
+        for left in self.folder.glob(".*.tmp"):  # by a process that was killed
+            left.unlink()
+        self.written = run_folder.write_run(self.folder, config, provenance)
+        self.metrics, self.wandb = run_folder.MetricsFile(self.folder / "metrics.jsonl", self.step), None
+        outputs.push(lambda error, *_: tracking.finish_wandb(self.wandb, failed=error is not None))
 
     def _record(self, row: dict) -> None:
+        """Add a row to metrics.jsonl and to wandb, in the first process."""
         if self.ranks.first:
             row = {"step": self.step, "tokens": self.step * self.step_tokens, **row}
             self.metrics.write(row)
             if self.wandb is None:  # not before: it takes two seconds, which the first step need not wait for
-                self.wandb = self.start_wandb()
+                where = self.config.wandb, self.folder, self.written["provenance"]["wandb_id"], self.written
+                identity = tracking.wandb_identity(self.config, scheme_name(self.config))
+                self.wandb = tracking.start_wandb(*where, **identity)
             self.wandb = tracking.log_row(self.wandb, row)
 
     def _due(self, every: int) -> bool:

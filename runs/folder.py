@@ -14,6 +14,7 @@ from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 
+import torch
 from omegaconf import DictConfig, OmegaConf
 
 from model import GPT, load_run
@@ -22,7 +23,6 @@ from runs.settings import TrainConfig, checked
 
 log = logging.getLogger("ropewalk")
 
-CHECKOUT = Path(__file__).parents[1]
 PACKAGES = ("torch", "numpy", "tiktoken", "datasets", "hydra-core", "wandb", "safetensors")
 FORMER = ("repeat", "trust", "init_table", "profile", "flex_attention", "skip_bad_steps")  # settings of older runs
 # What may change when a run is resumed; all else is as its config.yaml says.
@@ -79,39 +79,18 @@ def resumed(config: DictConfig, overrides: list[str]) -> DictConfig:
             known = ", ".join(sorted(RESUMABLE))
             raise ValueError(f"{key}: cannot change when a run is resumed; only {known} can, or use init_from=")
         OmegaConf.update(settings, key, OmegaConf.select(config, key))
-    return checked(settings, TrainConfig)
+    return settings
 
 
 def fix_scaling(config: DictConfig) -> None:
     """Fill in what a new run's frequency scaling leaves open: where it starts from, and its factor."""
-    if config.scaling is None or config.scaling.get("name") == "none":
+    model, scaling = config.model, config.scaling
+    if scaling is None or scaling.name == "none":
         return
-    if config.init_from and config.model.get("original_length") is None:
-        config.model.original_length = read_config(latest_checkpoint(config.init_from)).original_length
-    train_length, original = config.model.get("train_length"), config.model.get("original_length")
-    if config.scaling.get("factor", 1) is None and config.scaling.name != "dynamic" and original and train_length:
-        config.scaling.factor = train_length / original
-
-
-def in_words(seconds: float) -> str:
-    """A duration, as `3 min 40 s`; seconds are rounded to tens past a minute."""
-    minutes, rest = divmod(round(seconds / 10) * 10, 60) if seconds > 60 else (0, round(seconds))
-    return f"{minutes} min {rest} s" if minutes else f"{rest} s"
-
-
-def next_commands(folder: Path, pos: str, logged: bool) -> str:
-    """What a user may do after a training, as lines to paste."""
-    folder = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
-    lines = [
-        f"python train.py pos={'rope' if pos == 'alibi' else 'alibi'}",
-        f"python eval.py {shlex.quote(str(folder))}",
-    ]
-    about = ["another scheme, to compare with", "report.html: tables and plots of this run"]
-    if logged:
-        lines.append(f"wandb leet {shlex.quote(str(folder.parent / 'wandb'))}")
-        about.append("the curves of all runs")
-    width = max(map(len, lines))
-    return "\n".join(["next:", *(f"  {line:{width}}  # {words}" for line, words in zip(lines, about, strict=True))])
+    if config.init_from and model.get("original_length") is None:
+        model.original_length = read_config(latest_checkpoint(config.init_from)).original_length
+    if scaling.get("factor", 1) is None and scaling.name != "dynamic" and model.get("original_length"):
+        scaling.factor = model.train_length / model.original_length
 
 
 def start_from(model: GPT, source: Path) -> None:
@@ -121,11 +100,10 @@ def start_from(model: GPT, source: Path) -> None:
     free = {"original_length", "scaling", "dropout"}
     if ours["pos"]["name"] != "learned":  # a table has a row for each position of the training length
         free.add("train_length")
+    if theirs["pos"]["name"] != ours["pos"]["name"] and not [*start.pos.parameters(), *model.pos.parameters()]:
+        free.add("pos")  # as in DroPE
     for config in (theirs, ours):
         config["pos"].pop("base", None)
-    weights = [*start.pos.parameters(), *model.pos.parameters()]
-    if theirs["pos"]["name"] != ours["pos"]["name"] and not weights:  # as in DroPE
-        free.add("pos")
     if differing := [key for key in ours if key not in free and ours[key] != theirs[key]]:
         settings = ", ".join(f"{key}={theirs[key]} there, {ours[key]} here" for key in differing)
         raise ValueError(f"init_from={source}: its weights are those of another model: {settings}")
@@ -133,19 +111,36 @@ def start_from(model: GPT, source: Path) -> None:
     log.info("weights  from %s", source)
 
 
-def provenance() -> dict:
-    """Where a number came from: the command, the packages, and the commit of this checkout (None where not known)."""
+def provenance(device: torch.device) -> dict:
+    """Where a number came from: the command, the machine, the packages, and the commit of this checkout, if known."""
+    git = ["git", "--no-optional-locks", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    commit = None
+    with contextlib.suppress(OSError):  # no git
+        commit = subprocess.run([*git, "--abbrev=40", "--exclude=*"], capture_output=True, text=True).stdout.strip()
+    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
+    return {
+        "command": shlex.join(sys.argv),
+        "commit": commit or None,
+        "python": platform.python_version(),
+        "packages": {name: version(name) for name in PACKAGES},
+        "machine": platform.platform(),
+        "device": f"{device} ({gpu})" if gpu else str(device),
+        "threads": torch.get_num_threads(),
+    }
 
-    def git(*words: str) -> str:
-        command = ["git", "--no-optional-locks", "-C", str(CHECKOUT), *words]
-        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
 
-    here = {"command": shlex.join(sys.argv), "python": platform.python_version(), "machine": platform.platform()}
-    here |= {"packages": {name: version(name) for name in PACKAGES}, "commit": None, "dirty": None}
-    with contextlib.suppress(OSError, subprocess.SubprocessError):
-        if Path(git("rev-parse", "--show-toplevel")) == CHECKOUT.resolve():  # not a copy inside another checkout
-            here |= {"commit": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain"))}
-    return here
+def next_commands(folder: Path, config: DictConfig) -> str:
+    """What a user may do after a training, as lines to paste."""
+    run, of_wandb = (shlex.quote(os.path.relpath(path)) for path in (folder, folder.parent / "wandb"))
+    task = f"data=task task={config.task.name} " if config.task else ""
+    lines = {
+        f"python train.py {task}pos={'rope' if config.pos.name == 'alibi' else 'alibi'}": "another scheme",
+        f"python eval.py {run}": "report.html: tables and plots of this run",
+    }
+    if config.wandb.mode != "disabled":
+        lines[f"wandb leet {of_wandb}"] = "the curves of all runs"
+    width = max(map(len, lines))
+    return "\n".join(["next:", *(f"  {line:{width}}  # {about}" for line, about in lines.items())])
 
 
 @contextlib.contextmanager
@@ -159,11 +154,10 @@ def log_file(folder: Path) -> Iterator[None]:
         yield
     finally:
         logging.getLogger().removeHandler(handler)
-        with contextlib.suppress(OSError):  # on a full disk its last lines are lost
+        with contextlib.suppress(OSError):  # a full disk, or a folder that holds other files
             handler.close()
-        if not (folder / "config.yaml").exists():
-            (folder / "train.log").unlink(missing_ok=True)
-            with contextlib.suppress(OSError):  # a folder that holds other files stays
+            if not (folder / "config.yaml").exists():
+                (folder / "train.log").unlink()
                 folder.rmdir()
 
 
@@ -189,8 +183,3 @@ class MetricsFile:
         except OSError as error:
             os.truncate(self.path, size)
             raise OSError(f"{self.path}: cannot be written ({error.strerror})") from error
-
-    def sync(self) -> None:
-        """Once this returns, all rows are safely on the disk."""
-        with open(self.path, "rb+") as file:
-            os.fsync(file.fileno())

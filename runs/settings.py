@@ -20,12 +20,20 @@ from omegaconf.errors import OmegaConfBaseException
 from data import DataConfig, Task, TokenFiles, get_tokenizer
 from data.tasks import TASKS
 from model import GPTConfig
-from model.checks import check_whole
 from runs.tracking import MODES
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 
 log = logging.getLogger("ropewalk")
+
+COUNTS = ("max_steps", "batch_size", "micro_batch_size", "eval_every", "checkpoint_every", "log_every", "keep")
+LIMITS = {"seed": (0, 2**63), "train.warmup_steps": (0, math.inf)}  # a number's least, and what it must be below
+LIMITS |= dict.fromkeys([*(f"train.{key}" for key in COUNTS), "val.stride", "val.max_targets"], (1, math.inf))
+LIMITS |= dict.fromkeys(("train.lr", "train.pos_lr_ratio", "train.grad_clip", "train.peak_flops"), (1e-30, math.inf))
+LIMITS |= dict.fromkeys(("train.weight_decay", "train.min_lr_ratio"), (0, math.inf))
+LIMITS |= dict.fromkeys(("train.beta1", "train.beta2"), (0, 1))
+CHOICES = {"train.compile": (True, False, "auto"), "train.schedule": ("cosine", "linear"), "wandb.mode": MODES}
+CHOICES |= {"sharding": ("none", "fsdp")}
 
 
 @dataclass
@@ -148,13 +156,12 @@ def run_dir(resume: str | None, name: str) -> str:
         return "."
     if resume and (Path(resume).expanduser() / "config.yaml").is_file():
         return str(Path(resume).expanduser())
-    plain_name = re.sub(r"[^\w.+-]+", "_", name)
-    stem = Path("outputs") / f"{datetime.now():%Y-%m-%d_%H-%M-%S}_{plain_name}"
+    stem = f"outputs/{datetime.now():%Y-%m-%d_%H-%M-%S}_" + re.sub(r"[^\w.+-]+", "_", name)
     for count in itertools.count(1):
-        folder = stem if count == 1 else stem.with_name(f"{stem.name}_{count}")
+        folder = stem if count == 1 else f"{stem}_{count}"
         with contextlib.suppress(FileExistsError):
-            folder.mkdir(parents=True)
-            return str(folder)
+            os.makedirs(folder)
+            return folder
 
 
 def scheme_name(config: DictConfig) -> str:
@@ -235,23 +242,14 @@ def vocab_size_of(config: DictConfig) -> int:
 
 def check_settings(config: DictConfig, world_size: int = 1) -> GPTConfig:
     """The model that the settings describe. ValueError, naming the setting, for what is wrong with any of them."""
+    for key, (least, below) in LIMITS.items():
+        value = OmegaConf.select(config, key)
+        if value is not None and not least <= value < below:
+            raise ValueError(f"{key}={value}: must be at least {least}, and below {below}")
+    for key, values in CHOICES.items():
+        if (value := OmegaConf.select(config, key)) not in values:
+            raise ValueError(f"{key}={value!r}: use {', '.join(map(str, values))}")
     t, micro = config.train, config.train.micro_batch_size or 1
-    for key in ("max_steps", "batch_size", "eval_every", "checkpoint_every", "log_every", "keep"):
-        check_whole(f"train.{key}", t[key])
-    for key in ("train.micro_batch_size", "val.stride", "val.max_targets"):
-        check_whole(key, OmegaConf.select(config, key), optional=True)
-    check_whole("train.warmup_steps", t.warmup_steps, 0)
-    check_whole("seed", config.seed, 0, 2**63 - 1)
-    for key in ("lr", "pos_lr_ratio", "grad_clip", "peak_flops"):
-        if t[key] is not None and not 0 < t[key] < math.inf:
-            raise ValueError(f"train.{key}={t[key]}: must be a finite number above 0")
-    for key, below in {"weight_decay": math.inf, "min_lr_ratio": math.inf, "beta1": 1, "beta2": 1}.items():
-        if not 0 <= t[key] < below:
-            raise ValueError(f"train.{key}={t[key]}: must be at least 0, and below {below}")
-    known = {"train.compile": (True, False, "auto"), "train.schedule": ("cosine", "linear"), "wandb.mode": MODES}
-    for key, values in (known | {"sharding": ("none", "fsdp")}).items():
-        if (found := OmegaConf.select(config, key)) not in values:
-            raise ValueError(f"{key}={found!r}: use {', '.join(map(str, values))}")
     if config.sharding == "fsdp" and t.compile is True:
         raise ValueError("sharding=fsdp: not with train.compile=true; use false, or sharding=none")
     if t.batch_size % (world_size * micro):
@@ -259,8 +257,10 @@ def check_settings(config: DictConfig, world_size: int = 1) -> GPTConfig:
         raise ValueError(f"train.batch_size={t.batch_size}: must be a multiple of {parts}")
     if task := task_of(config):
         config.model.train_length = task.train_length
-    vocab_size, plain = vocab_size_of(config), OmegaConf.to_container(config)
-    return GPTConfig.from_dict(plain["model"], vocab_size=vocab_size, pos=plain["pos"], scaling=plain["scaling"])
+    plain = OmegaConf.to_container(config)
+    return GPTConfig.from_dict(
+        plain["model"], vocab_size=vocab_size_of(config), pos=plain["pos"], scaling=plain["scaling"]
+    )
 
 
 def fitting_lengths(lengths: list[int], train_length: int, files: TokenFiles) -> list[int]:

@@ -37,11 +37,9 @@ def start_wandb(
 ) -> Any:
     """Start the wandb run of this id, or continue it; its files lie in `wandb/` beside the run folder.
 
-    settings: mode and, optionally, project. Mode `auto` is what WANDB_MODE says, else online when logged in, else
-    offline. Where wandb cannot start, the run is offline, or else disabled, with one warning. init: as of wandb.init.
+    settings: mode and project. Mode `auto` is what WANDB_MODE says, else online when logged in, else offline. Where
+    wandb cannot start, the run is offline, or else disabled, with one warning. init: as of wandb.init.
     """
-    if settings.mode not in MODES:
-        raise ValueError(f"wandb.mode={settings.mode!r}: use {', '.join(MODES)}")
     import wandb  # takes over half a second
 
     # A run that ends waits for a server 60 seconds; what is not sent by then stays in wandb's folder.
@@ -49,7 +47,7 @@ def start_wandb(
     mode = os.environ.get("WANDB_MODE", "auto") if settings.mode == "auto" else settings.mode
     if mode == "auto":
         mode = "online" if wandb.login(prompt=False, verify=False) else "offline"
-    init |= {"id": run_id, "config": config, "job_type": job_type, "project": settings.get("project", "ropewalk")}
+    init |= {"id": run_id, "config": config, "job_type": job_type, "project": settings.project}
     init |= {"dir": str(folder.resolve().parent), "reinit": "create_new", "settings": quiet}
     failures = []
     for attempt in dict.fromkeys((mode, "offline", "disabled")):
@@ -59,12 +57,13 @@ def start_wandb(
             run = wandb.init(mode=attempt, resume="allow" if attempt == "online" else None, **init)
             break
         except Exception as error:  # whatever a server, a proxy or a full disk makes wandb raise
-            failures.append(" ".join(str(error).split()))
+            failures.append(str(error))
             wandb.teardown()  # else its service still holds the run's id
     if failures:
         log.warning("wandb goes on %s (metrics.jsonl has every number): %s", attempt, "; ".join(failures))
+    for x in {"step", *AXES.values()}:
+        run.define_metric(x, hidden=True)  # no chart of its own
     for prefix, x in AXES.items():
-        run.define_metric(x)
         run.define_metric(f"{prefix}/*", step_metric=x)
     if attempt != "disabled":
         where = run.url if attempt == "online" else f"offline: wandb leet {shlex.quote(init['dir'] + '/wandb')}"
@@ -85,8 +84,9 @@ def log_row(run: Any, row: dict) -> Any:
 
 
 def finish_wandb(run: Any, failed: bool) -> None:
-    """Close a wandb run; what it cannot send within a minute stays in its folder."""
+    """Close a wandb run, if one was started; what it cannot send within a minute stays in its folder."""
     try:
-        run.finish(exit_code=int(failed))
+        if run is not None:
+            run.finish(exit_code=int(failed))
     except Exception as error:
         log.warning("wandb could not be closed (metrics.jsonl is whole): %r", error)

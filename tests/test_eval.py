@@ -189,5 +189,5 @@ def test_a_folder_can_be_given_by_itself_where_the_terminal_knows_ascii_only(two
         cwd=tmp_path, PYTHONIOENCODING="ascii",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert "/ at 16" in done.stdout
+    assert "? at 16" in done.stdout
     assert (tmp_path / "report.html").is_file()
