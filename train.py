@@ -32,7 +32,7 @@ from model import GPT, GPTConfig
 from model.checkpoint import latest_checkpoint, load_state, load_weights, prune_checkpoints, save_checkpoint
 from runs import devices, processes, tracking
 from runs import folder as run_folder
-from runs.settings import TrainConfig, check_settings, checked, fitting_lengths, lr_at, scheme_name, task_of
+from runs.settings import TrainConfig, check_settings, checked, lr_at, scheme_name, task_of
 
 log = logging.getLogger("ropewalk")
 
@@ -52,21 +52,21 @@ class Trainer:
         self.source = self.task or self._open_text()
         log.info("data     %s", self.source.summary)
 
-        state = {}
+        self.step, self.saved, state = 0, None, {}  # saved: the step of the last checkpoint
         if config.resume:
             weights = Path(ranks.share(str(latest_checkpoint(folder)) if ranks.first else None))
             self.model, state = load_weights(weights), load_state(weights)
-            if state["fingerprint"] != (found := self.source.fingerprint):
-                raise ValueError(f"resume={folder}: was trained on data {state['fingerprint']}, not {found}")
-            if state["step"] > t.max_steps:
-                raise ValueError(f"resume={folder}: has {state['step']} steps; raise train.max_steps={t.max_steps}")
-            log.info("resume   %s, step %d of %d", folder, state["step"], t.max_steps)
+            self.step = self.saved = state["step"]
+            log.info("resume   %s, step %d of %d", folder, self.step, t.max_steps)
+            if state["fingerprint"] != self.source.fingerprint:
+                raise ValueError(f"resume={folder}: was trained on data {state['fingerprint']}, not on this")
+            if self.step > t.max_steps:
+                raise ValueError(f"resume={folder}: has {self.step} steps; raise train.max_steps={t.max_steps}")
         else:
             torch.manual_seed(config.seed)
             self.model = GPT(gpt_config)
             if config.init_from:
                 run_folder.start_from(self.model, Path(config.init_from).expanduser())
-        self.step, self.saved = state.get("step", 0), state.get("step")  # done, and in the last checkpoint
         self.pending = [*state.get("pending", [])]  # since the last row of metrics: (step, loss, gradient norm)
         flops, of_pos = self.model.flops_per_token(config.model.train_length), self.model.pos.parameters()
         size = f"{self.model.num_parameters():,} parameters ({sum(p.numel() for p in of_pos):,} for positions)"
@@ -87,17 +87,19 @@ class Trainer:
         self.forward = self._forward()
 
     def _open_text(self) -> TokenFiles:
-        """The corpus, and what of it is to be scored on which lengths."""
-        config, tokenizer = self.config, get_tokenizer(**self.config.tokenizer)
-        files = self.ranks.in_turn(lambda: prepare(DataConfig(**config.data), tokenizer, say=log.info))
+        """The corpus; what of it is scored, at those of the lengths that it holds. ValueError if it is too short."""
+        tokenizer, data_config = get_tokenizer(**self.config.tokenizer), DataConfig(**self.config.data)
+        self.files = files = self.ranks.in_turn(lambda: prepare(data_config, tokenizer, say=log.info))
         about = {"corpus": files.meta["corpus"], "fingerprint": files.fingerprint, "tokenizer": tokenizer.name}
         self.text = Text(files.val, files.val_offsets, tokenizer.bytes_per_token, about)
-        train_length, val = config.model.train_length, config.val
-        lengths = fitting_lengths(default_lengths(train_length, [1, *val.multiples]), train_length, files)
+        train_length, val = self.config.model.train_length, self.config.val
+        if min(len(files.train), len(files.val)) <= train_length:
+            found = f"{len(files.train)} training and {len(files.val)} validation tokens"
+            raise ValueError(f"model.train_length={train_length}: a window and its target do not fit into {found}")
+        lengths = [n for n in default_lengths(train_length, [1, *val.multiples]) if n < len(files.val)]
         stride = val.stride or default_stride(train_length, lengths)
         self.scoring = Scoring(tuple(lengths), stride=stride, max_targets=val.max_targets)
         self.scoring.pieces(self.text)  # refuses what does not fit the text
-        self.files = files
         return files
 
     def _forward(self) -> nn.Module:
@@ -118,17 +120,17 @@ class Trainer:
 
         SIGINT and SIGTERM end it by SystemExit, after the step at hand and once its checkpoint is written.
         """
-        t, first = self.config.train, self.ranks.first
+        t, first, began = self.config.train, self.ranks.first, self.step
         with contextlib.ExitStack() as outputs:
             self.stop = outputs.enter_context(processes.Stop())
             if first:
                 self._open_outputs(outputs)
-            how = {"unit": "step", "smoothing": 0.05, "disable": None if first else True}  # None: if no terminal
-            bar = outputs.enter_context(tqdm(total=t.max_steps, initial=self.step, **how))
+            hidden = None if first else True  # None: where there is no terminal
+            bar = outputs.enter_context(tqdm(total=t.max_steps, initial=self.step, unit="step", disable=hidden))
             outputs.enter_context(logging_redirect_tqdm([logging.getLogger()]))
             # A checkpoint is written before its step is measured, so a resumed run measures first.
             score = self._evaluate() if self.step and self._due(t.eval_every) else math.nan
-            clock, counted, began = time.perf_counter(), self.step, self.step
+            clock, counted = time.perf_counter(), self.step
             while self.step < t.max_steps and not self.solved:
                 self._update()
                 self.step += 1
@@ -191,9 +193,9 @@ class Trainer:
 
     def _batch(self) -> tuple[Tensor, Tensor]:
         """Inputs and targets of the step at hand on the device, int64 (B, T), B this process' share of the batch."""
-        cuda, seed, length = self.device.type == "cuda", self.config.seed, self.config.model.train_length
-        where = (self.config.train.batch_size, seed, self.step, self.ranks.rank, self.ranks.world_size)
-        batch = self.task.batch(*where) if self.task else draw_batch(self.files.train, length, *where)
+        c, cuda = self.config, self.device.type == "cuda"
+        where = (c.train.batch_size, c.seed, self.step, self.ranks.rank, self.ranks.world_size)
+        batch = self.task.batch(*where) if self.task else draw_batch(self.files.train, c.model.train_length, *where)
         tensors = (torch.from_numpy(np.ascontiguousarray(array)) for array in batch)
         return tuple((part.pin_memory() if cuda else part).to(self.device, non_blocking=True) for part in tensors)
 
@@ -204,8 +206,8 @@ class Trainer:
             # fp16's scaler skips a step whose gradient overflows: there, only the loss has to be finite.
             if not (math.isfinite(loss) and (math.isfinite(norm) or self.scaler.is_enabled())):
                 good = "none" if self.saved is None else f"{self.folder}/checkpoint/step_{self.saved:06d}.safetensors"
-                found = f"step {step + 1}: the loss is {loss}, the gradient norm {norm}; last good checkpoint: {good}"
-                raise ValueError(f"{found}. Try a smaller train.lr or precision=fp32")
+                found = f"the loss is {loss}, the gradient norm {norm}; last good checkpoint: {good}"
+                raise ValueError(f"step {step + 1}: {found}. Try a smaller train.lr or precision=fp32")
         return steps
 
     def _evaluate(self) -> float:

@@ -49,7 +49,6 @@ def set_numerics(tf32: bool, deterministic: bool) -> None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read by cuBLAS when it starts
     if torch.are_deterministic_algorithms_enabled() != deterministic:  # setting it loads the compiler, over a second
         torch.use_deterministic_algorithms(deterministic)
-    torch.backends.cudnn.benchmark = False
     torch.set_float32_matmul_precision("high" if tf32 else "highest")
 
 

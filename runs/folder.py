@@ -22,12 +22,11 @@ from model.checkpoint import latest_checkpoint, read_config, write_text
 from runs.settings import TrainConfig, checked
 
 log = logging.getLogger("ropewalk")
-
 PACKAGES = ("torch", "numpy", "tiktoken", "datasets", "hydra-core", "wandb", "safetensors")
 FORMER = ("repeat", "trust", "init_table", "profile", "flex_attention", "skip_bad_steps")  # settings of older runs
 # What may change when a run is resumed; all else is as its config.yaml says.
-RESUMABLE = {"resume", "device", "wandb.mode", "sharding", "data.cache", "train.max_steps", "train.eval_every"}
-RESUMABLE |= {"train.checkpoint_every", "train.keep"}
+RESUMABLE = ("resume", "device", "wandb.mode", "sharding", "data.cache")
+RESUMABLE += ("train.max_steps", "train.eval_every", "train.checkpoint_every", "train.keep")
 
 
 def latest_run(root: Path) -> Path:
@@ -54,30 +53,25 @@ def read_run(run: Path) -> tuple[DictConfig, dict]:
     if not path.is_file():
         raise FileNotFoundError(f"{run}: not a run folder (it has no config.yaml)")
     try:
-        plain = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+        plain = OmegaConf.to_container(OmegaConf.load(path))
         provenance = plain.pop("provenance")
-        for key in FORMER:
-            plain.pop(key, None)
-            plain["train"].pop(key, None)
         if "${" in json.dumps(plain):  # the settings that train.py writes are resolved
             raise ValueError("it holds interpolations")
-        settings = checked(OmegaConf.create(plain), TrainConfig)
-        return settings, {"fingerprint": provenance["fingerprint"], "wandb_id": provenance["wandb_id"], **provenance}
+        for block in (plain, plain["train"]):
+            for key in FORMER:
+                block.pop(key, None)
+        return checked(OmegaConf.create(plain), TrainConfig), provenance
     except Exception as error:  # whatever a damaged file happens to trigger
         raise ValueError(f"{path}: not a configuration written by train.py ({error!r})") from error
 
 
 def resumed(config: DictConfig, overrides: list[str]) -> DictConfig:
     """The settings of the run to resume, with those of the command line that may change. ValueError for others."""
-    try:
-        settings, _ = read_run(Path(config.resume).expanduser())
-    except FileNotFoundError as error:
-        raise FileNotFoundError(f"resume={config.resume}: {error}") from error
+    settings, _ = read_run(Path(config.resume).expanduser())
     for override in overrides:
         key = override.split("=", 1)[0].lstrip("+~")
         if key not in RESUMABLE:
-            known = ", ".join(sorted(RESUMABLE))
-            raise ValueError(f"{key}: cannot change when a run is resumed; only {known} can, or use init_from=")
+            raise ValueError(f"{key}: cannot change in a resumed run; {', '.join(RESUMABLE)} can, or use init_from=")
         OmegaConf.update(settings, key, OmegaConf.select(config, key))
     return settings
 
@@ -112,33 +106,25 @@ def start_from(model: GPT, source: Path) -> None:
 
 
 def provenance(device: torch.device) -> dict:
-    """Where a number came from: the command, the machine, the packages, and the commit of this checkout, if known."""
+    """Where a number came from: the command, the packages, the machine, and the commit of this checkout, if known."""
     git = ["git", "--no-optional-locks", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
-    commit = None
+    commit = ""
     with contextlib.suppress(OSError):  # no git
         commit = subprocess.run([*git, "--abbrev=40", "--exclude=*"], capture_output=True, text=True).stdout.strip()
-    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
-    return {
-        "command": shlex.join(sys.argv),
-        "commit": commit or None,
-        "python": platform.python_version(),
-        "packages": {name: version(name) for name in PACKAGES},
-        "machine": platform.platform(),
-        "device": f"{device} ({gpu})" if gpu else str(device),
-        "threads": torch.get_num_threads(),
-    }
+    here = {"command": shlex.join(sys.argv), "commit": commit or None, "python": platform.python_version()}
+    here |= {"packages": {name: version(name) for name in PACKAGES}, "machine": platform.platform()}
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+    return here | {"device": str(device), "device_name": name, "threads": torch.get_num_threads()}
 
 
 def next_commands(folder: Path, config: DictConfig) -> str:
     """What a user may do after a training, as lines to paste."""
     run, of_wandb = (shlex.quote(os.path.relpath(path)) for path in (folder, folder.parent / "wandb"))
     task = f"data=task task={config.task.name} " if config.task else ""
-    lines = {
-        f"python train.py {task}pos={'rope' if config.pos.name == 'alibi' else 'alibi'}": "another scheme",
-        f"python eval.py {run}": "report.html: tables and plots of this run",
-    }
+    lines = {f"python train.py {task}pos={'rope' if config.pos.name == 'alibi' else 'alibi'}": "another scheme"}
+    lines |= {f"python eval.py runs={run}": "report.html: tables and plots of this run"}
     if config.wandb.mode != "disabled":
-        lines[f"wandb leet {of_wandb}"] = "the curves of all runs"
+        lines |= {f"wandb leet {of_wandb}": "the curves of all runs"}
     width = max(map(len, lines))
     return "\n".join(["next:", *(f"  {line:{width}}  # {about}" for line, about in lines.items())])
 

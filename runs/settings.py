@@ -2,11 +2,10 @@
 
 import contextlib
 import itertools
-import logging
 import math
 import os
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, make_dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -17,14 +16,12 @@ from hydra.experimental.callback import Callback
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from data import DataConfig, Task, TokenFiles, get_tokenizer
+from data import DataConfig, Task, get_tokenizer
 from data.tasks import TASKS
 from model import GPTConfig
 from runs.tracking import MODES
 
 CONFIGS = Path(__file__).parents[1] / "configs"
-
-log = logging.getLogger("ropewalk")
 
 COUNTS = ("max_steps", "batch_size", "micro_batch_size", "eval_every", "checkpoint_every", "log_every", "keep")
 LIMITS = {"seed": (0, 2**63), "train.warmup_steps": (0, math.inf)}  # a number's least, and what it must be below
@@ -108,42 +105,25 @@ class TrainConfig:
 ConfigStore.instance().store(name="train_schema", node=TrainConfig)
 
 
-@dataclass
-class EvalConfig:
-    """Types of eval.py's settings; configs/eval.yaml has the values and says what they mean."""
-
-    runs: Any = MISSING
-    root: str = MISSING
-    checkpoint: int | None = MISSING
-    protocol: str = MISSING
-    lengths: list[int] | None = MISSING
-    stride: int | None = MISSING
-    max_targets: int | None = MISSING
-    documents: str | None = MISSING
-    by_position: bool = MISSING
-    truncated: bool = MISSING
-    recall: bool = MISSING
-    shift: bool = MISSING
-    attention: bool = MISSING
-    scaling: dict[str, Any] | None = None
-    scalings: list[Any] | None = MISSING
-    reference: str | None = MISSING
-    sort: str | None = MISSING
-    device: str = MISSING
-    precision: str = MISSING
-    out: str | None = MISSING
-    cache: str | None = MISSING
-    prompt: Any = MISSING
-    tokens: int = MISSING
-    temperature: float = MISSING
-    top_k: int | None = MISSING
-    top_p: float | None = MISSING
-    seed: int = MISSING
-    wandb: dict[str, str] = MISSING
+EVAL_TYPES = {  # of eval.py's settings; configs/eval.yaml has the values and says what they mean
+    str: ("root", "protocol", "device", "precision"),
+    str | None: ("documents", "reference", "sort", "out", "cache"),
+    bool: ("by_position", "truncated", "recall", "shift", "attention"),
+    int: ("tokens", "seed"),
+    int | None: ("checkpoint", "stride", "max_targets", "top_k"),
+    float: ("temperature",),
+    float | None: ("top_p",),
+    list[int] | None: ("lengths",),
+    list[Any] | None: ("scalings",),
+    dict[str, Any] | None: ("scaling",),
+    dict[str, str]: ("wandb",),
+    Any: ("runs", "prompt"),
+}
+EVAL_FIELDS = [(name, kind, MISSING) for kind, names in EVAL_TYPES.items() for name in names]
+EvalConfig = make_dataclass("EvalConfig", EVAL_FIELDS)
 
 
 def machine() -> str:
-    """The preset for this machine."""
     return "gpu" if torch.cuda.is_available() else "cpu"
 
 
@@ -201,10 +181,7 @@ class Sweep(Callback):
 
 
 def checked(config: DictConfig, schema: type) -> DictConfig:
-    """The configuration, resolved, against its schema. ValueError for unknown keys and for types that do not fit.
-
-    Hydra checks all but what is added with a plus sign, and what is read from a run folder.
-    """
+    """The configuration, resolved. ValueError for keys and types that do not fit the schema, as Hydra itself checks."""
     try:
         return OmegaConf.merge(OmegaConf.structured(schema), OmegaConf.to_container(config, resolve=True))
     except OmegaConfBaseException as error:
@@ -227,11 +204,11 @@ def task_of(config: DictConfig) -> Task | None:
         raise ValueError(f"data={config.data.name}: data=task needs task=<name>, out of {known}; other data has none")
     if config.task is None:
         return None
-    if config.task.random_offset and config.train.position_range > 1:
-        raise ValueError(f"train.position_range={config.train.position_range}: not with task.random_offset=true")
-    task, given = Task(**OmegaConf.to_container(config.task)), config.model.get("train_length")
+    task, given = Task(**config.task), config.model.get("train_length")
     if given not in (None, task.train_length):
         raise ValueError(f"model.train_length={given}: leave it out, the task's own is {task.train_length}")
+    if task.random_offset and config.train.position_range > 1:
+        raise ValueError(f"train.position_range={config.train.position_range}: not with task.random_offset=true")
     return task
 
 
@@ -245,7 +222,7 @@ def check_settings(config: DictConfig, world_size: int = 1) -> GPTConfig:
     for key, (least, below) in LIMITS.items():
         value = OmegaConf.select(config, key)
         if value is not None and not least <= value < below:
-            raise ValueError(f"{key}={value}: must be at least {least}, and below {below}")
+            raise ValueError(f"{key}={value}: must be a number of at least {least}, and below {below}")
     for key, values in CHOICES.items():
         if (value := OmegaConf.select(config, key)) not in values:
             raise ValueError(f"{key}={value!r}: use {', '.join(map(str, values))}")
@@ -257,18 +234,6 @@ def check_settings(config: DictConfig, world_size: int = 1) -> GPTConfig:
         raise ValueError(f"train.batch_size={t.batch_size}: must be a multiple of {parts}")
     if task := task_of(config):
         config.model.train_length = task.train_length
-    plain = OmegaConf.to_container(config)
-    return GPTConfig.from_dict(
-        plain["model"], vocab_size=vocab_size_of(config), pos=plain["pos"], scaling=plain["scaling"]
-    )
-
-
-def fitting_lengths(lengths: list[int], train_length: int, files: TokenFiles) -> list[int]:
-    """The lengths that the validation text holds. ValueError where a split is shorter than a training window."""
-    if min(len(files.train), len(files.val)) <= train_length:
-        found = f"{len(files.train)} training and {len(files.val)} validation tokens"
-        raise ValueError(f"model.train_length={train_length}: a window and its target do not fit into {found}")
-    fitting = [length for length in lengths if length < len(files.val)]
-    if left_out := lengths[len(fitting) :]:
-        log.warning("validation split of %d tokens: lengths %s are left out", len(files.val), left_out)
-    return fitting
+    described = OmegaConf.to_container(config)
+    described = {"vocab_size": vocab_size_of(config), "pos": described["pos"], "scaling": described["scaling"]}
+    return GPTConfig.from_dict(OmegaConf.to_container(config.model), **described)

@@ -27,7 +27,7 @@ def test_one_command_makes_one_run_folder(corpus, tmp_path):
     following = re.findall(r"^  (python|wandb) (\S+) (\S+)", done.stdout, re.M)
     assert following[0] == ("python", "train.py", "pos=alibi")
     assert following[1:] == [
-        ("python", "eval.py", str(folder.relative_to(tmp_path))),
+        ("python", "eval.py", f"runs={folder.relative_to(tmp_path)}"),
         ("wandb", "leet", "outputs/wandb"),
     ]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["outputs"]
@@ -39,7 +39,7 @@ def test_a_refusal_is_one_message_and_leaves_no_folder(corpus, tmp_path):
     for words, message in (
         (["model.width=100"], "error: model.width=100"),
         (["model.train_length=100000"], "error: model.train_length=100000: a window and its target"),
-        (["resume=nowhere"], "error: resume=nowhere: nowhere: not a run folder"),
+        (["resume=nowhere"], "error: nowhere: not a run folder"),
     ):
         done = command("train.py", *([*TINY, *corpus] if "resume" not in words[0] else []), *words, cwd=tmp_path)
         assert done.returncode == 1
