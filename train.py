@@ -283,18 +283,22 @@ class Trainer:
             left.unlink()
         self.written = run_folder.write_run(self.folder, config, provenance)
         self.metrics, self.wandb = run_folder.MetricsFile(self.folder / "metrics.jsonl", self.step), None
-        outputs.push(lambda error, *_: tracking.finish_wandb(self.wandb, failed=error is not None))
+        outputs.push(self._finish)
 
     def _record(self, row: dict) -> None:
-        """Add a row to metrics.jsonl and to wandb, in the first process."""
-        if self.ranks.first:
-            row = {"step": self.step, "tokens": self.step * self.step_tokens, **row}
-            self.metrics.write(row)
-            if self.wandb is None:  # not before: it takes two seconds, which the first step need not wait for
-                where = self.config.wandb, self.folder, self.written["provenance"]["wandb_id"], self.written
-                identity = tracking.wandb_identity(self.config, scheme_name(self.config))
-                self.wandb = tracking.start_wandb(*where, **identity)
-            self.wandb = tracking.log_row(self.wandb, row)
+        """Add a row to metrics.jsonl and, without what is None, to wandb, in the first process."""
+        if not self.ranks.first:
+            return
+        row = {"step": self.step, "tokens": self.step * self.step_tokens, **row}
+        self.metrics.write(row)
+        if self.wandb is None:  # not before: it takes two seconds, which the first step need not wait for
+            where = self.config.wandb, self.folder, self.written["provenance"]["wandb_id"], self.written
+            self.wandb = tracking.start_wandb(*where, **tracking.wandb_identity(self.config, scheme_name(self.config)))
+        self.wandb.log({key: value for key, value in row.items() if value is not None})
+
+    def _finish(self, error: type | None, *_) -> None:
+        if self.wandb is not None:
+            self.wandb.finish(exit_code=int(error is not None))
 
     def _due(self, every: int) -> bool:
         return self.step % every == 0 or self.step == self.config.train.max_steps

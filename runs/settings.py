@@ -204,7 +204,7 @@ def task_of(config: DictConfig) -> Task | None:
         raise ValueError(f"data={config.data.name}: data=task needs task=<name>, out of {known}; other data has none")
     if config.task is None:
         return None
-    task, given = Task(**config.task), config.model.get("train_length")
+    task, given = Task(**OmegaConf.to_container(config.task)), config.model.get("train_length")
     if given not in (None, task.train_length):
         raise ValueError(f"model.train_length={given}: leave it out, the task's own is {task.train_length}")
     if task.random_offset and config.train.position_range > 1:
