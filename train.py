@@ -47,7 +47,7 @@ class Trainer:
         self.autocast = devices.autocast(self.device, self.precision)
         devices.set_numerics(t.tf32 and self.device.type == "cuda", config.deterministic)
         log.info(f"device   {self.device}, {self.precision}, {ranks.world_size} process(es), preset={config.preset}")
-        self.task, self.solved, self.sharded = task_of(config), False, config.sharding == "fsdp"
+        self.task, self.solved = task_of(config), False
         self.step_tokens = t.batch_size * (self.task.width if self.task else config.model.train_length)  # with padding
         self.source = self.task or self._open_text()
         log.info("data     %s", self.source.summary)
@@ -60,8 +60,6 @@ class Trainer:
             log.info("resume   %s, step %d of %d", folder, self.step, t.max_steps)
             if state["fingerprint"] != self.source.fingerprint:
                 raise ValueError(f"resume={folder}: was trained on data {state['fingerprint']}, not on this")
-            if self.step > t.max_steps:
-                raise ValueError(f"resume={folder}: has {self.step} steps; raise train.max_steps={t.max_steps}")
         else:
             torch.manual_seed(config.seed)
             self.model = GPT(gpt_config)
@@ -75,11 +73,12 @@ class Trainer:
         peak = devices.peak_flops(self.device, t.peak_flops)
         self.mfu_of_rate = peak and 3 * flops / (peak * ranks.world_size)  # the pass backward costs two passes forward
 
+        self.sharded = config.sharding == "fsdp"
         if self.sharded:
             processes.shard(self.model, self.device, self.precision)
         self.model.to(self.device).train()
         groups = self.model.optimizer_groups(t.weight_decay, t.pos_lr_ratio)
-        self.optimizer = torch.optim.AdamW(groups, lr=t.lr, betas=(t.beta1, t.beta2), fused=True)
+        self.optimizer = torch.optim.AdamW(groups, betas=(t.beta1, t.beta2), fused=True)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.precision == "fp16")
         if state:
             processes.load_optimizer(self.optimizer, state["optimizer"], self.sharded)
@@ -120,12 +119,12 @@ class Trainer:
 
         SIGINT and SIGTERM end it by SystemExit, after the step at hand and once its checkpoint is written.
         """
-        t, first, began = self.config.train, self.ranks.first, self.step
+        t, began = self.config.train, self.step
         with contextlib.ExitStack() as outputs:
             self.stop = outputs.enter_context(processes.Stop())
-            if first:
+            if self.ranks.first:
                 self._open_outputs(outputs)
-            hidden = None if first else True  # None: where there is no terminal
+            hidden = None if self.ranks.first else True  # None: where there is no terminal
             bar = outputs.enter_context(tqdm(total=t.max_steps, initial=self.step, unit="step", disable=hidden))
             outputs.enter_context(logging_redirect_tqdm([logging.getLogger()]))
             # A checkpoint is written before its step is measured, so a resumed run measures first.
@@ -142,8 +141,8 @@ class Trainer:
                     loss = sum(loss for _, loss, _ in steps) / len(steps)
                     row = {"train/loss": loss, "train/lr": lr_at(self.step - 1, t), "train/grad_norm": steps[-1][2]}
                     rate = (self.step - counted) * self.step_tokens / (time.perf_counter() - clock)
-                    mfu = self.mfu_of_rate and rate * self.mfu_of_rate
-                    self._record(row | {"speed/tokens_per_second": rate, "speed/mfu": mfu})
+                    row |= {"speed/tokens_per_second": rate, "speed/mfu": self.mfu_of_rate and rate * self.mfu_of_rate}
+                    self._record(row)
                     bar.set_postfix_str(f"loss {loss:.3f}, {rate:,.0f} tokens/s", refresh=False)
                     if counted == began + 1:
                         left = (t.max_steps - self.step) * self.step_tokens / rate
@@ -216,34 +215,32 @@ class Trainer:
         Returns the validation loss at the training length, nats a token; of a task the share of wrong answers in its
         first range.
         """
-        c = self.config
-        about = {"run": c.name, "folder": str(self.folder), "checkpoint": f"step_{self.step:06d}"}
-        about |= {"precision": self.precision, "seed": c.seed}
-        with self.autocast:
-            if self.task:
-                found = self.ranks.share(measure_task(self.model, self.task, about))
-            else:  # measure() reports its progress in all processes at once
-                (found,) = measure(self.model, self.text, self.scoring, about, self._stop_if_asked, self.ranks)
+        about = {"run": self.config.name, "folder": str(self.folder), "checkpoint": f"step_{self.step:06d}"}
+        about |= {"precision": self.precision, "seed": self.config.seed}
         if self.task:
+            with self.autocast:
+                found = self.ranks.share(measure_task(self.model, self.task, about))
             right = found.rows[0]["exact_match"] or 0.0
             score, self.solved = 1 - right, self.task.stop_at is not None and right >= self.task.stop_at
             row = {f"val/exact_match_{row['range']}": row["exact_match"] for row in found.rows}
             log.info("step %d  exact match at %s", self.step, in_words(found.rows))
         else:
-            at_train = found.row(c.model.train_length)
-            score, rows = at_train["nll"], [row for row in found.rows if row["nll"] is not None]
+            with self.autocast:  # measure() reports its progress in all processes at once
+                (found,) = measure(self.model, self.text, self.scoring, about, self._stop_if_asked, self.ranks)
+            at_train = found.row(self.config.model.train_length)
+            score = at_train["nll"]
             row = {"val/loss": score} | {f"val/{key}": at_train[key] for key in ("perplexity", "bits_per_byte")}
-            row |= {f"val/perplexity_{row['length']}": row["perplexity"] for row in rows}
+            row |= {f"val/perplexity_{at['length']}": at["perplexity"] for at in found.rows if at["nll"] is not None}
             shown = ", ".join(f"{row['length']}: {with_error(row)}" for row in found.rows)
             log.info("step %d  validation perplexity at %s", self.step, shown)
         self._record(row)
         if self.solved:
             self._checkpoint()
-        if self.ranks.first and (self.solved or self.step == c.train.max_steps):
+        if self.ranks.first and (self.solved or self.step == self.config.train.max_steps):
             report, log_rows = (AnswerReport([found]), log_answers) if self.task else (Report([found]), log_curve)
             report.write(self.folder, html=False)
             log_rows(found.rows, "extrapolation/final", self._record, self.wandb)
-            log.info("%s\n\n%s", report.text(), run_folder.next_commands(self.folder, c))
+            log.info("%s\n\n%s", report.text(), run_folder.next_commands(self.folder, self.config))
         return score
 
     def _checkpoint(self) -> None:
@@ -283,7 +280,7 @@ class Trainer:
             left.unlink()
         self.written = run_folder.write_run(self.folder, config, provenance)
         self.metrics, self.wandb = run_folder.MetricsFile(self.folder / "metrics.jsonl", self.step), None
-        outputs.push(self._finish)
+        outputs.push(lambda kind, *_: self.wandb is not None and self.wandb.finish(exit_code=int(kind is not None)))
 
     def _record(self, row: dict) -> None:
         """Add a row to metrics.jsonl and, without what is None, to wandb, in the first process."""
@@ -295,10 +292,6 @@ class Trainer:
             where = self.config.wandb, self.folder, self.written["provenance"]["wandb_id"], self.written
             self.wandb = tracking.start_wandb(*where, **tracking.wandb_identity(self.config, scheme_name(self.config)))
         self.wandb.log({key: value for key, value in row.items() if value is not None})
-
-    def _finish(self, error: type | None, *_) -> None:
-        if self.wandb is not None:
-            self.wandb.finish(exit_code=int(error is not None))
 
     def _due(self, every: int) -> bool:
         return self.step % every == 0 or self.step == self.config.train.max_steps

@@ -137,11 +137,9 @@ class Stop:
         self.signum = self.signum or signum
 
     def asked(self, ranks: Ranks) -> int:
-        """The signal that any of the processes has got, in all of them; 0 for none."""
-        largest = torch.tensor(self.signum)
-        if ranks.world_size > 1:
-            dist.all_reduce(largest, dist.ReduceOp.MAX)
-        return int(largest)
+        """The signal to stop by, once any of the processes has got one; 0 before. All of them call it."""
+        got = ranks.add_up(torch.tensor(self.signum))
+        return (self.signum or signal.SIGTERM) if got else 0
 
 
 @contextlib.contextmanager
