@@ -301,7 +301,7 @@ class Trainer:
 def main(config: DictConfig) -> float:
     """One run; a sweeper gets its validation loss at the training length."""
     hydra_config = HydraConfig.get()
-    folder = Path(hydra_config.runtime.output_dir)
+    folder = Path(hydra_config.runtime.output_dir)  # of the first process; the others have none
     with processes.errors_as_messages(), contextlib.ExitStack() as outputs:
         ranks = processes.join_processes(config.device)
         if ranks.first:
@@ -309,8 +309,7 @@ def main(config: DictConfig) -> float:
         config = checked(config, TrainConfig)
         if config.resume:
             config = run_folder.resumed(config, list(hydra_config.overrides.task))
-            if ranks.first and Path(config.resume).expanduser().resolve() != folder.resolve():
-                raise ValueError(f"hydra.run.dir={folder}: not with resume=, which goes on in {config.resume}")
+            folder = Path(config.resume).expanduser()
         else:
             run_folder.fix_scaling(config)
         config.data = absolute(DataConfig(**config.data))

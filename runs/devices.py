@@ -62,10 +62,8 @@ def pick_precision(name: str, device: torch.device) -> str:
         return name
     if device.type == "cuda":
         return "bf16" if torch.cuda.get_device_capability(device) >= (8, 0) else "fp16"
-    if device.type == "cpu":
-        probes = (getattr(torch.cpu, f"_is_{unit}_supported", bool) for unit in ("avx512_bf16", "amx_tile"))
-        return "bf16" if any(probe() for probe in probes) else "fp32"
-    return "fp32"
+    probes = (getattr(torch.cpu, f"_is_{unit}_supported", bool) for unit in ("avx512_bf16", "amx_tile"))
+    return "bf16" if device.type == "cpu" and any(probe() for probe in probes) else "fp32"
 
 
 def autocast(device: torch.device, precision: str) -> torch.autocast:
