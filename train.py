@@ -106,10 +106,10 @@ class Trainer:
         t, forward = self.config.train, self.model
         if t.compile is True or (t.compile == "auto" and self.device.type in devices.COMPILED and not self.sharded):
             forward = torch.compile(self.model)
-            if t.compile == "auto":
-                inputs, targets = (part[: t.micro_batch_size] for part in self._batch())
-                agree = devices.compare_compiled(self.model, forward, inputs, targets, self.autocast)
-                forward = forward if self.ranks.share(agree) else self.model
+        if t.compile == "auto" and forward is not self.model:
+            inputs, targets = (part[: t.micro_batch_size] for part in self._batch())
+            agree = devices.compare_compiled(self.model, forward, inputs, targets, self.autocast)
+            forward = forward if self.ranks.share(agree) else self.model
         if self.ranks.world_size > 1 and not self.sharded:
             forward = torch.nn.parallel.DistributedDataParallel(forward)
         return forward
@@ -168,11 +168,10 @@ class Trainer:
         parts = list(zip(inputs.split(micro), targets.split(micro), strict=True))
         positions = draw_positions(inputs.shape[1], t.position_range, c.seed, self.step)
         place = {"positions": None if positions is None else torch.from_numpy(positions).to(self.device)}
-        scored = self.step_tokens
+        scored, loss = self.step_tokens, torch.zeros((), device=self.device)
         if self.task:
             scored = self.ranks.add_up((targets != -100).sum())
             place |= {"first_position": self.task.first_position(c.seed, self.step)}
-        loss = torch.zeros((), device=self.device)
         for i, (x, y) in enumerate(parts):
             with processes.averaging(self.forward, last=i == len(parts) - 1):
                 with self.autocast:
@@ -210,10 +209,9 @@ class Trainer:
         return steps
 
     def _evaluate(self) -> float:
-        """Measure and record, and report after the last step.
+        """Measure, record, and report after the last step. Returns the loss at the training length, nats a token.
 
-        Returns the validation loss at the training length, nats a token; of a task the share of wrong answers in its
-        first range.
+        Of a task it is the share of wrong answers in its first range.
         """
         about = {"run": self.config.name, "folder": str(self.folder), "checkpoint": f"step_{self.step:06d}"}
         about |= {"precision": self.precision, "seed": self.config.seed}
@@ -227,9 +225,9 @@ class Trainer:
         else:
             with self.autocast:  # measure() reports its progress in all processes at once
                 (found,) = measure(self.model, self.text, self.scoring, about, self._stop_if_asked, self.ranks)
-            at_train = found.row(self.config.model.train_length)
-            score = at_train["nll"]
-            row = {"val/loss": score} | {f"val/{key}": at_train[key] for key in ("perplexity", "bits_per_byte")}
+            trained = found.row(self.config.model.train_length)
+            score = trained["nll"]
+            row = {"val/loss": score} | {f"val/{key}": trained[key] for key in ("perplexity", "bits_per_byte")}
             row |= {f"val/perplexity_{at['length']}": at["perplexity"] for at in found.rows if at["nll"] is not None}
             shown = ", ".join(f"{row['length']}: {with_error(row)}" for row in found.rows)
             log.info("step %d  validation perplexity at %s", self.step, shown)
@@ -265,20 +263,19 @@ class Trainer:
 
     def _open_outputs(self, outputs: contextlib.ExitStack) -> None:
         """config.yaml and metrics.jsonl, of the first process; wandb is started by the first row."""
-        config, here = self.config, run_folder.provenance(self.device)
-        here |= {"processes": self.ranks.world_size, "precision": self.precision}
-        if config.resume:
-            prune_checkpoints(self.folder, config.train.keep, self.step)
+        here = run_folder.provenance(self.device) | {"precision": self.precision, "processes": self.ranks.world_size}
+        if self.config.resume:
+            prune_checkpoints(self.folder, self.config.train.keep, self.step)
             _, provenance = run_folder.read_run(self.folder)
             provenance["resumed"] = [*provenance.get("resumed", []), here]
         elif (self.folder / "config.yaml").exists():
             raise ValueError(f"{self.folder}: holds a run already; resume= it, or choose another folder")
         else:
-            wandb_id = tracking.new_wandb_id(scheme_name(config))
-            provenance = {"wandb_id": wandb_id, **here, "fingerprint": self.source.fingerprint}
+            provenance = here | {"fingerprint": self.source.fingerprint}
+            provenance["wandb_id"] = tracking.new_wandb_id(scheme_name(self.config))
         for left in self.folder.glob(".*.tmp"):  # by a process that was killed
             left.unlink()
-        self.written = run_folder.write_run(self.folder, config, provenance)
+        self.written = run_folder.write_run(self.folder, self.config, provenance)
         self.metrics, self.wandb = run_folder.MetricsFile(self.folder / "metrics.jsonl", self.step), None
         outputs.push(lambda kind, *_: self.wandb is not None and self.wandb.finish(exit_code=int(kind is not None)))
 
