@@ -115,12 +115,12 @@ EVAL_TYPES = {  # of eval.py's settings; configs/eval.yaml has the values and sa
     float | None: ("top_p",),
     list[int] | None: ("lengths",),
     list[Any] | None: ("scalings",),
-    dict[str, Any] | None: ("scaling",),
     dict[str, str]: ("wandb",),
     Any: ("runs", "prompt"),
 }
 EVAL_FIELDS = [(name, kind, MISSING) for kind, names in EVAL_TYPES.items() for name in names]
-EvalConfig = make_dataclass("EvalConfig", EVAL_FIELDS)
+SCALING = ("scaling", dict[str, Any] | None, None)  # a group: without a choice, eval.yaml has no value of it
+EvalConfig = make_dataclass("EvalConfig", [*EVAL_FIELDS, SCALING])
 
 
 def machine() -> str:
