@@ -32,7 +32,7 @@ from model import GPT, GPTConfig
 from model.checkpoint import latest_checkpoint, load_state, load_weights, prune_checkpoints, save_checkpoint
 from runs import devices, processes, tracking
 from runs import folder as run_folder
-from runs.settings import TrainConfig, check_settings, checked, fitting_lengths, lr_at, scheme_name, task_of
+from runs.settings import TrainConfig, check_settings, checked, lr_at, scheme_name, task_of
 
 log = logging.getLogger("ropewalk")
 
@@ -45,60 +45,57 @@ class Trainer:
         self.device = devices.pick_device(config.device, ranks.local_rank)
         self.precision = devices.pick_precision(config.precision, self.device)
         self.autocast = devices.autocast(self.device, self.precision)
-        self.task, self.solved, self.sharded = task_of(config), False, config.sharding == "fsdp"
-        self.step_tokens = t.batch_size * (self.task.width if self.task else config.model.train_length)  # with padding
         devices.set_numerics(t.tf32 and self.device.type == "cuda", config.deterministic)
         log.info(f"device   {self.device}, {self.precision}, {ranks.world_size} process(es), preset={config.preset}")
-
-        self.source = self.task or self._open_text(config)
+        self.task, self.solved = task_of(config), False
+        self.step_tokens = t.batch_size * (self.task.width if self.task else config.model.train_length)  # with padding
+        self.source = self.task or self._open_text()
         log.info("data     %s", self.source.summary)
 
-        self.step, state = 0, {}
+        self.step, self.saved, state = 0, None, {}  # saved: the step of the last checkpoint
         if config.resume:
             weights = Path(ranks.share(str(latest_checkpoint(folder)) if ranks.first else None))
             self.model, state = load_weights(weights), load_state(weights)
-            self.step = state["step"]
-            if state["fingerprint"] != self.source.fingerprint:
-                raise ValueError(
-                    f"resume={folder}: was trained on data {state['fingerprint']}, not {self.source.fingerprint}"
-                )
-            if self.step > t.max_steps:
-                raise ValueError(f"resume={folder}: has {self.step} steps; raise train.max_steps={t.max_steps}")
+            self.step = self.saved = state["step"]
             log.info("resume   %s, step %d of %d", folder, self.step, t.max_steps)
+            if state["fingerprint"] != self.source.fingerprint:
+                raise ValueError(f"resume={folder}: was trained on data {state['fingerprint']}, not on this")
         else:
             torch.manual_seed(config.seed)
             self.model = GPT(gpt_config)
             if config.init_from:
                 run_folder.start_from(self.model, Path(config.init_from).expanduser())
-        flops, count = self.model.flops_per_token(config.model.train_length), self.model.num_parameters()
-        of_scheme = sum(parameter.numel() for parameter in self.model.pos.parameters())
-        about = f"{count:,} parameters ({of_scheme:,} for positions), {flops / 1e6:.1f} MFLOP a token"
-        log.info("model    %s: %s, train length %d", scheme_name(config), about, config.model.train_length)
+        self.pending = [*state.get("pending", [])]  # since the last row of metrics: (step, loss, gradient norm)
+        flops, of_pos = self.model.flops_per_token(config.model.train_length), self.model.pos.parameters()
+        size = f"{self.model.num_parameters():,} parameters ({sum(p.numel() for p in of_pos):,} for positions)"
+        about = f"{size}, {flops / 1e6:.1f} MFLOP a token, train length {config.model.train_length}"
+        log.info("model    %s: %s", scheme_name(config), about)
         peak = devices.peak_flops(self.device, t.peak_flops)
         self.mfu_of_rate = peak and 3 * flops / (peak * ranks.world_size)  # the pass backward costs two passes forward
 
+        self.sharded = config.sharding == "fsdp"
         if self.sharded:
             processes.shard(self.model, self.device, self.precision)
         self.model.to(self.device).train()
         groups = self.model.optimizer_groups(t.weight_decay, t.pos_lr_ratio)
-        self.optimizer = torch.optim.AdamW(groups, lr=t.lr, betas=(t.beta1, t.beta2), fused=True)
+        self.optimizer = torch.optim.AdamW(groups, betas=(t.beta1, t.beta2), fused=True)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.precision == "fp16")
         if state:
             processes.load_optimizer(self.optimizer, state["optimizer"], self.sharded)
             self.scaler.load_state_dict(state["scaler"])
-        # Steps since the last row of metrics: (step, mean loss of the global batch, gradient norm).
-        self.pending = [*state.get("pending", [])]
-        self.saved = state.get("step")  # the step of the last checkpoint
         self.forward = self._forward()
 
-    def _open_text(self, config: DictConfig) -> TokenFiles:
-        """The corpus, and what of it is to be scored on which lengths."""
-        tokenizer, data_config = get_tokenizer(**config.tokenizer), DataConfig(**config.data)
+    def _open_text(self) -> TokenFiles:
+        """The corpus; what of it is scored, at those of the lengths that it holds. ValueError if it is too short."""
+        tokenizer, data_config = get_tokenizer(**self.config.tokenizer), DataConfig(**self.config.data)
         self.files = files = self.ranks.in_turn(lambda: prepare(data_config, tokenizer, say=log.info))
         about = {"corpus": files.meta["corpus"], "fingerprint": files.fingerprint, "tokenizer": tokenizer.name}
         self.text = Text(files.val, files.val_offsets, tokenizer.bytes_per_token, about)
-        train_length, val = config.model.train_length, config.val
-        lengths = fitting_lengths(default_lengths(train_length, [1, *val.multiples]), train_length, files)
+        train_length, val = self.config.model.train_length, self.config.val
+        if min(len(files.train), len(files.val)) <= train_length:
+            found = f"{len(files.train)} training and {len(files.val)} validation tokens"
+            raise ValueError(f"model.train_length={train_length}: a window and its target do not fit into {found}")
+        lengths = [n for n in default_lengths(train_length, [1, *val.multiples]) if n < len(files.val)]
         stride = val.stride or default_stride(train_length, lengths)
         self.scoring = Scoring(tuple(lengths), stride=stride, max_targets=val.max_targets)
         self.scoring.pieces(self.text)  # refuses what does not fit the text
@@ -109,30 +106,30 @@ class Trainer:
         t, forward = self.config.train, self.model
         if t.compile is True or (t.compile == "auto" and self.device.type in devices.COMPILED and not self.sharded):
             forward = torch.compile(self.model)
-            if t.compile == "auto":
-                inputs, targets = (part[: t.micro_batch_size] for part in self._batch())
-                agree = devices.compare_compiled(self.model, forward, inputs, targets, self.autocast)
-                forward = forward if self.ranks.share(agree) else self.model
+        if t.compile == "auto" and forward is not self.model:
+            inputs, targets = (part[: t.micro_batch_size] for part in self._batch())
+            agree = devices.compare_compiled(self.model, forward, inputs, targets, self.autocast)
+            forward = forward if self.ranks.share(agree) else self.model
         if self.ranks.world_size > 1 and not self.sharded:
             forward = torch.nn.parallel.DistributedDataParallel(forward)
         return forward
 
     def train(self) -> float:
-        """Train to the end; returns the validation loss at the training length (nats a token).
+        """Train to the end; returns what _evaluate does.
 
         SIGINT and SIGTERM end it by SystemExit, after the step at hand and once its checkpoint is written.
         """
-        t, first = self.config.train, self.ranks.first
+        t, began = self.config.train, self.step
         with contextlib.ExitStack() as outputs:
             self.stop = outputs.enter_context(processes.Stop())
-            if first:
+            if self.ranks.first:
                 self._open_outputs(outputs)
-            how = {"unit": "step", "smoothing": 0.05, "disable": None if first else True}  # None: if no terminal
-            bar = outputs.enter_context(tqdm(total=t.max_steps, initial=self.step, **how))
+            hidden = None if self.ranks.first else True  # None: where there is no terminal
+            bar = outputs.enter_context(tqdm(total=t.max_steps, initial=self.step, unit="step", disable=hidden))
             outputs.enter_context(logging_redirect_tqdm([logging.getLogger()]))
             # A checkpoint is written before its step is measured, so a resumed run measures first.
-            nll = self._evaluate() if self.step and self._due(t.eval_every) else math.nan
-            clock, counted, began = time.perf_counter(), self.step, self.step
+            score = self._evaluate() if self.step and self._due(t.eval_every) else math.nan
+            clock, counted = time.perf_counter(), self.step
             while self.step < t.max_steps and not self.solved:
                 self._update()
                 self.step += 1
@@ -144,20 +141,20 @@ class Trainer:
                     loss = sum(loss for _, loss, _ in steps) / len(steps)
                     row = {"train/loss": loss, "train/lr": lr_at(self.step - 1, t), "train/grad_norm": steps[-1][2]}
                     rate = (self.step - counted) * self.step_tokens / (time.perf_counter() - clock)
-                    mfu = self.mfu_of_rate and rate * self.mfu_of_rate
-                    self._record(row | {"speed/tokens_per_second": rate, "speed/mfu": mfu})
+                    row |= {"speed/tokens_per_second": rate, "speed/mfu": self.mfu_of_rate and rate * self.mfu_of_rate}
+                    self._record(row)
                     bar.set_postfix_str(f"loss {loss:.3f}, {rate:,.0f} tokens/s", refresh=False)
-                    if counted == began + t.log_every:  # the first row has the first step's start in it
+                    if counted == began + 1:
                         left = (t.max_steps - self.step) * self.step_tokens / rate
-                        log.info("time     about %s of training on this machine", run_folder.in_words(left))
+                        log.info("time     about %s of training on this machine", tqdm.format_interval(left))
                 if checkpoint:
                     self._checkpoint()
                 self._stop_if_asked()
                 if measured:
-                    nll = self._evaluate()
-                if noted:  # what came since the row is no training
+                    score = self._evaluate()
+                if noted or self.step == began + 1:  # the first step also starts the device
                     clock, counted = time.perf_counter(), self.step
-        return nll
+        return score
 
     def _update(self) -> None:
         """One optimiser step over the global batch. Its mean loss and gradient norm stay on the device, `pending`."""
@@ -171,11 +168,10 @@ class Trainer:
         parts = list(zip(inputs.split(micro), targets.split(micro), strict=True))
         positions = draw_positions(inputs.shape[1], t.position_range, c.seed, self.step)
         place = {"positions": None if positions is None else torch.from_numpy(positions).to(self.device)}
-        scored = self.step_tokens
+        scored, loss = self.step_tokens, torch.zeros((), device=self.device)
         if self.task:
             scored = self.ranks.add_up((targets != -100).sum())
             place |= {"first_position": self.task.first_position(c.seed, self.step)}
-        loss = torch.zeros((), device=self.device)
         for i, (x, y) in enumerate(parts):
             with processes.averaging(self.forward, last=i == len(parts) - 1):
                 with self.autocast:
@@ -191,13 +187,13 @@ class Trainer:
         self.pending.append((self.step, loss, norm.full_tensor() if self.sharded else norm))
         self.scaler.step(self.optimizer)
         self.scaler.update()
-        self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad()
 
     def _batch(self) -> tuple[Tensor, Tensor]:
         """Inputs and targets of the step at hand on the device, int64 (B, T), B this process' share of the batch."""
-        cuda, seed, length = self.device.type == "cuda", self.config.seed, self.config.model.train_length
-        where = (self.config.train.batch_size, seed, self.step, self.ranks.rank, self.ranks.world_size)
-        batch = self.task.batch(*where) if self.task else draw_batch(self.files.train, length, *where)
+        c, cuda = self.config, self.device.type == "cuda"
+        where = (c.train.batch_size, c.seed, self.step, self.ranks.rank, self.ranks.world_size)
+        batch = self.task.batch(*where) if self.task else draw_batch(self.files.train, c.model.train_length, *where)
         tensors = (torch.from_numpy(np.ascontiguousarray(array)) for array in batch)
         return tuple((part.pin_memory() if cuda else part).to(self.device, non_blocking=True) for part in tensors)
 
@@ -208,60 +204,52 @@ class Trainer:
             # fp16's scaler skips a step whose gradient overflows: there, only the loss has to be finite.
             if not (math.isfinite(loss) and (math.isfinite(norm) or self.scaler.is_enabled())):
                 good = "none" if self.saved is None else f"{self.folder}/checkpoint/step_{self.saved:06d}.safetensors"
-                found = f"step {step + 1}: the loss is {loss}, the gradient norm {norm}; last good checkpoint: {good}"
-                raise ValueError(f"{found}. Try a smaller train.lr or precision=fp32")
+                found = f"the loss is {loss}, the gradient norm {norm}; last good checkpoint: {good}"
+                raise ValueError(f"step {step + 1}: {found}. Try a smaller train.lr or precision=fp32")
         return steps
 
     def _evaluate(self) -> float:
-        """Validation loss at the training length, recorded for all lengths; after the last step it is the report."""
-        c = self.config
-        about = {"run": c.name, "folder": str(self.folder), "checkpoint": f"step_{self.step:06d}"}
-        about |= {"precision": self.precision, "seed": c.seed}
-        if self.task:
-            return self._evaluate_task(about)
-        with self.autocast:  # measure() reports its progress in all processes at once
-            (measurement,) = measure(self.model, self.text, self.scoring, about, self._stop_if_asked, self.ranks)
-        self.model.train()
-        shown = ", ".join(f"{row['length']}: {with_error(row)}" for row in measurement.rows)
-        log.info("step %d  validation perplexity at %s", self.step, shown)
-        at_train = measurement.row(c.model.train_length)
-        row = {"val/loss": at_train["nll"]} | {f"val/{key}": at_train[key] for key in ("perplexity", "bits_per_byte")}
-        rows = [row for row in measurement.rows if row["nll"] is not None]
-        self._record(row | {f"val/perplexity_{row['length']}": row["perplexity"] for row in rows})
-        if self.ranks.first and self.step == c.train.max_steps:
-            report = Report([measurement])
-            report.write(self.folder, html=False)
-            log_curve(measurement.rows, "extrapolation/final", self._record, self.wandb)
-            following = run_folder.next_commands(self.folder, c.pos.name, c.wandb.mode != "disabled")
-            log.info("%s\n\n%s", report.text(), following)
-        return at_train["nll"]
+        """Measure, record, and report after the last step. Returns the loss at the training length, nats a token.
 
-    def _evaluate_task(self, about: dict) -> float:
-        """The share of wrong answers in the first range. Exact match in all is recorded, and reported at the end."""
-        with self.autocast:
-            answers = self.ranks.share(measure_task(self.model, self.task, about))
-        rows = answers.rows
-        log.info("step %d  exact match at %s", self.step, in_words(rows))
-        self._record({f"val/exact_match_{row['range']}": row["exact_match"] for row in rows})
-        right = rows[0]["exact_match"] or 0.0
-        self.solved = self.task.stop_at is not None and right >= self.task.stop_at
+        Of a task it is the share of wrong answers in its first range.
+        """
+        about = {"run": self.config.name, "folder": str(self.folder), "checkpoint": f"step_{self.step:06d}"}
+        about |= {"precision": self.precision, "seed": self.config.seed}
+        if self.task:
+            with self.autocast:
+                found = self.ranks.share(measure_task(self.model, self.task, about))
+            right = found.rows[0]["exact_match"] or 0.0
+            score, self.solved = 1 - right, self.task.stop_at is not None and right >= self.task.stop_at
+            row = {f"val/exact_match_{row['range']}": row["exact_match"] for row in found.rows}
+            log.info("step %d  exact match at %s", self.step, in_words(found.rows))
+        else:
+            with self.autocast:  # measure() reports its progress in all processes at once
+                (found,) = measure(self.model, self.text, self.scoring, about, self._stop_if_asked, self.ranks)
+            trained = found.row(self.config.model.train_length)
+            score = trained["nll"]
+            row = {"val/loss": score} | {f"val/{key}": trained[key] for key in ("perplexity", "bits_per_byte")}
+            row |= {f"val/perplexity_{at['length']}": at["perplexity"] for at in found.rows if at["nll"] is not None}
+            shown = ", ".join(f"{row['length']}: {with_error(row)}" for row in found.rows)
+            log.info("step %d  validation perplexity at %s", self.step, shown)
+        self._record(row)
         if self.solved:
             self._checkpoint()
         if self.ranks.first and (self.solved or self.step == self.config.train.max_steps):
-            log_answers(rows, "extrapolation/final", self._record, self.wandb)
-            AnswerReport([answers]).write(self.folder)
-        return 1 - right
+            report, log_rows = (AnswerReport([found]), log_answers) if self.task else (Report([found]), log_curve)
+            report.write(self.folder, html=False)
+            log_rows(found.rows, "extrapolation/final", self._record, self.wandb)
+            log.info("%s\n\n%s", report.text(), run_folder.next_commands(self.folder, self.config))
+        return score
 
     def _checkpoint(self) -> None:
         """Write what a later process needs to go on from here, unless that was done already."""
         if self.saved == self.step:
             return
         pending = self._finite_steps()  # weights that are not finite must not be kept
-        weights, optimizer = processes.whole_state(self.model, self.optimizer)
+        weights, optimizer = processes.whole(self.model.state_dict()), processes.whole(self.optimizer.state_dict())
         if self.ranks.first:
             state = {"step": self.step, "fingerprint": self.source.fingerprint, "pending": pending}
             state |= {"optimizer": optimizer, "scaler": self.scaler.state_dict()}
-            self.metrics.sync()
             save_checkpoint(self.folder, self.step, self.model.config, weights, state)
             prune_checkpoints(self.folder, self.config.train.keep, self.step)
         self.saved = self.step
@@ -274,34 +262,33 @@ class Trainer:
             raise SystemExit(128 + signum)
 
     def _open_outputs(self, outputs: contextlib.ExitStack) -> None:
-        """config.yaml, metrics.jsonl and wandb, of the first process."""
-        if (self.folder / "config.yaml").exists() and not self.config.resume:
-            raise ValueError(f"{self.folder}: holds a run already; resume= it, or choose another folder")
-        for left in self.folder.glob(".*.tmp"):  # by a process that was killed
-            left.unlink()
-        here = {**run_folder.provenance(), "device": str(self.device), "device_name": devices.device_name(self.device)}
-        here |= {"threads": torch.get_num_threads(), "processes": self.ranks.world_size, "precision": self.precision}
-        scheme = scheme_name(self.config)
+        """config.yaml and metrics.jsonl, of the first process; wandb is started by the first row."""
+        here = run_folder.provenance(self.device) | {"precision": self.precision, "processes": self.ranks.world_size}
         if self.config.resume:
             prune_checkpoints(self.folder, self.config.train.keep, self.step)
             _, provenance = run_folder.read_run(self.folder)
             provenance["resumed"] = [*provenance.get("resumed", []), here]
+        elif (self.folder / "config.yaml").exists():
+            raise ValueError(f"{self.folder}: holds a run already; resume= it, or choose another folder")
         else:
-            provenance = {"wandb_id": tracking.new_wandb_id(scheme), **here, "fingerprint": self.source.fingerprint}
-        plain = run_folder.write_run(self.folder, self.config, provenance)
-        self.metrics = run_folder.MetricsFile(self.folder / "metrics.jsonl", self.step)
-        identity = tracking.wandb_identity(self.config, scheme)
-        where = self.config.wandb, self.folder, provenance["wandb_id"], plain
-        self.wandb, self.start_wandb = None, lambda: tracking.start_wandb(*where, **identity)
-        outputs.push(lambda kind, *_: self.wandb and tracking.finish_wandb(self.wandb, failed=kind is not None))
+            provenance = here | {"fingerprint": self.source.fingerprint}
+            provenance["wandb_id"] = tracking.new_wandb_id(scheme_name(self.config))
+        for left in self.folder.glob(".*.tmp"):  # by a process that was killed
+            left.unlink()
+        self.written = run_folder.write_run(self.folder, self.config, provenance)
+        self.metrics, self.wandb = run_folder.MetricsFile(self.folder / "metrics.jsonl", self.step), None
+        outputs.push(lambda kind, *_: self.wandb is not None and self.wandb.finish(exit_code=int(kind is not None)))
 
     def _record(self, row: dict) -> None:
-        if self.ranks.first:
-            row = {"step": self.step, "tokens": self.step * self.step_tokens, **row}
-            self.metrics.write(row)
-            if self.wandb is None:  # not before: it takes two seconds, which the first step need not wait for
-                self.wandb = self.start_wandb()
-            self.wandb = tracking.log_row(self.wandb, row)
+        """Add a row to metrics.jsonl and, without what is None, to wandb, in the first process."""
+        if not self.ranks.first:
+            return
+        row = {"step": self.step, "tokens": self.step * self.step_tokens, **row}
+        self.metrics.write(row)
+        if self.wandb is None:  # not before: it takes two seconds, which the first step need not wait for
+            where = self.config.wandb, self.folder, self.written["provenance"]["wandb_id"], self.written
+            self.wandb = tracking.start_wandb(*where, **tracking.wandb_identity(self.config, scheme_name(self.config)))
+        self.wandb.log({key: value for key, value in row.items() if value is not None})
 
     def _due(self, every: int) -> bool:
         return self.step % every == 0 or self.step == self.config.train.max_steps
@@ -311,7 +298,7 @@ class Trainer:
 def main(config: DictConfig) -> float:
     """One run; a sweeper gets its validation loss at the training length."""
     hydra_config = HydraConfig.get()
-    folder = Path(hydra_config.runtime.output_dir)
+    folder = Path(hydra_config.runtime.output_dir)  # of the first process; the others have none
     with processes.errors_as_messages(), contextlib.ExitStack() as outputs:
         ranks = processes.join_processes(config.device)
         if ranks.first:
@@ -319,8 +306,7 @@ def main(config: DictConfig) -> float:
         config = checked(config, TrainConfig)
         if config.resume:
             config = run_folder.resumed(config, list(hydra_config.overrides.task))
-            if ranks.first and Path(config.resume).expanduser().resolve() != folder.resolve():
-                raise ValueError(f"hydra.run.dir={folder}: not with resume=, which goes on in {config.resume}")
+            folder = Path(config.resume).expanduser()
         else:
             run_folder.fix_scaling(config)
         config.data = absolute(DataConfig(**config.data))

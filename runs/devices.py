@@ -5,10 +5,8 @@ import ctypes
 import logging
 import math
 import os
-import platform
 import re
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -19,7 +17,6 @@ from model import GPT
 log = logging.getLogger("ropewalk")
 
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-
 COMPILED = ("cuda",)  # devices on which train.compile=auto compiles
 
 # Dense bfloat16 operations a second, by the vendors' data sheets; the first of these words in the device's name counts.
@@ -33,30 +30,17 @@ def pick_device(name: str, local_rank: int = 0) -> torch.device:
     """`auto` or a device by name (`cuda`: that of the local rank), made current. ValueError where there is none."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
-    if not re.fullmatch(r"cuda(:\d\d?)?|mps|cpu", name):
-        raise ValueError(f"device={name!r}: use auto, cuda, cuda:<number>, mps or cpu")
-    device = torch.device(name)
-    if device.type == "cuda":
-        device = torch.device("cuda", local_rank if device.index is None else device.index)
-    count = {"cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available()), "cpu": 1}[device.type]
-    if (device.index or 0) >= count:
-        raise ValueError(f"device={device}: this torch finds {count} devices of this type; use auto or cpu")
+    try:
+        device = torch.device(f"cuda:{local_rank}" if name == "cuda" else name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:  # torch raises either where it has no such device
+        found = str(error).splitlines()[0]
+        raise ValueError(f"device={name!r}: use auto, cuda, cuda:<number>, mps or cpu ({found})") from error
     if device.type == "cuda":
         torch.cuda.set_device(device)
     elif device.type == "cpu":
         keep_memory()
     return device
-
-
-def device_name(device: torch.device) -> str:
-    """What the hardware calls itself, as far as it can be known."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    with contextlib.suppress(OSError):
-        found = re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text(encoding="utf-8"))
-        if found and device.type == "cpu":
-            return found[1]
-    return platform.processor() or platform.machine()
 
 
 def set_numerics(tf32: bool, deterministic: bool) -> None:
@@ -65,7 +49,6 @@ def set_numerics(tf32: bool, deterministic: bool) -> None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read by cuBLAS when it starts
     if torch.are_deterministic_algorithms_enabled() != deterministic:  # setting it loads the compiler, over a second
         torch.use_deterministic_algorithms(deterministic)
-    torch.backends.cudnn.benchmark = False
     torch.set_float32_matmul_precision("high" if tf32 else "highest")
 
 
@@ -79,10 +62,8 @@ def pick_precision(name: str, device: torch.device) -> str:
         return name
     if device.type == "cuda":
         return "bf16" if torch.cuda.get_device_capability(device) >= (8, 0) else "fp16"
-    if device.type == "cpu":
-        probes = (getattr(torch.cpu, f"_is_{unit}_supported", bool) for unit in ("avx512_bf16", "amx_tile"))
-        return "bf16" if any(probe() for probe in probes) else "fp32"
-    return "fp32"
+    probes = (getattr(torch.cpu, f"_is_{unit}_supported", bool) for unit in ("avx512_bf16", "amx_tile"))
+    return "bf16" if device.type == "cpu" and any(probe() for probe in probes) else "fp32"
 
 
 def autocast(device: torch.device, precision: str) -> torch.autocast:
@@ -122,15 +103,14 @@ def compare_compiled(
                 loss = forward(inputs, targets=targets).mean()
             loss.backward()
             found.append((loss.item(), clip_grad_norm_(model.parameters(), math.inf).item()))
-            model.zero_grad(set_to_none=True)
+            model.zero_grad()
+        if all(math.isclose(*pair, rel_tol=0.02) for pair in zip(*found, strict=True)):
+            return True
+        problem = "loss and gradient norm of the first batch are {}, of the compiled model {}".format(*found)
     except Exception as error:  # whatever a compiler or its tools happen to raise
-        log.warning("train.compile=auto: torch.compile failed (%s); training goes on without it", error)
-        return False
+        problem = f"torch.compile failed ({error})"
     finally:
-        model.zero_grad(set_to_none=True)
+        model.zero_grad()
         model.train()
-    agree = all(math.isclose(*pair, rel_tol=0.02) for pair in zip(*found, strict=True))
-    if not agree:
-        numbers = "loss and gradient norm of the first batch are %s, of the compiled model %s"
-        log.warning(f"train.compile=auto: {numbers}; training goes on without torch.compile", *found)
-    return agree
+    log.warning("train.compile=auto: %s; training goes on without torch.compile", problem)
+    return False

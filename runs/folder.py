@@ -14,6 +14,7 @@ from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 
+import torch
 from omegaconf import DictConfig, OmegaConf
 
 from model import GPT, load_run
@@ -21,13 +22,11 @@ from model.checkpoint import latest_checkpoint, read_config, write_text
 from runs.settings import TrainConfig, checked
 
 log = logging.getLogger("ropewalk")
-
-CHECKOUT = Path(__file__).parents[1]
 PACKAGES = ("torch", "numpy", "tiktoken", "datasets", "hydra-core", "wandb", "safetensors")
 FORMER = ("repeat", "trust", "init_table", "profile", "flex_attention", "skip_bad_steps")  # settings of older runs
 # What may change when a run is resumed; all else is as its config.yaml says.
-RESUMABLE = {"resume", "device", "wandb.mode", "sharding", "data.cache", "train.max_steps", "train.eval_every"}
-RESUMABLE |= {"train.checkpoint_every", "train.keep"}
+RESUMABLE = ("resume", "device", "wandb.mode", "sharding", "data.cache")
+RESUMABLE += ("train.max_steps", "train.eval_every", "train.checkpoint_every", "train.keep")
 
 
 def latest_run(root: Path) -> Path:
@@ -54,64 +53,38 @@ def read_run(run: Path) -> tuple[DictConfig, dict]:
     if not path.is_file():
         raise FileNotFoundError(f"{run}: not a run folder (it has no config.yaml)")
     try:
-        plain = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+        plain = OmegaConf.to_container(OmegaConf.load(path))
         provenance = plain.pop("provenance")
-        for key in FORMER:
-            plain.pop(key, None)
-            plain["train"].pop(key, None)
         if "${" in json.dumps(plain):  # the settings that train.py writes are resolved
             raise ValueError("it holds interpolations")
-        settings = checked(OmegaConf.create(plain), TrainConfig)
-        return settings, {"fingerprint": provenance["fingerprint"], "wandb_id": provenance["wandb_id"], **provenance}
+        for block in (plain, plain["train"]):
+            for key in FORMER:
+                block.pop(key, None)
+        return checked(OmegaConf.create(plain), TrainConfig), provenance
     except Exception as error:  # whatever a damaged file happens to trigger
         raise ValueError(f"{path}: not a configuration written by train.py ({error!r})") from error
 
 
 def resumed(config: DictConfig, overrides: list[str]) -> DictConfig:
     """The settings of the run to resume, with those of the command line that may change. ValueError for others."""
-    try:
-        settings, _ = read_run(Path(config.resume).expanduser())
-    except FileNotFoundError as error:
-        raise FileNotFoundError(f"resume={config.resume}: {error}") from error
+    settings, _ = read_run(Path(config.resume).expanduser())
     for override in overrides:
         key = override.split("=", 1)[0].lstrip("+~")
         if key not in RESUMABLE:
-            known = ", ".join(sorted(RESUMABLE))
-            raise ValueError(f"{key}: cannot change when a run is resumed; only {known} can, or use init_from=")
+            raise ValueError(f"{key}: cannot change in a resumed run; {', '.join(RESUMABLE)} can, or use init_from=")
         OmegaConf.update(settings, key, OmegaConf.select(config, key))
-    return checked(settings, TrainConfig)
+    return settings
 
 
 def fix_scaling(config: DictConfig) -> None:
     """Fill in what a new run's frequency scaling leaves open: where it starts from, and its factor."""
-    if config.scaling is None or config.scaling.get("name") == "none":
+    model, scaling = config.model, config.scaling
+    if scaling is None or scaling.name == "none":
         return
-    if config.init_from and config.model.get("original_length") is None:
-        config.model.original_length = read_config(latest_checkpoint(config.init_from)).original_length
-    train_length, original = config.model.get("train_length"), config.model.get("original_length")
-    if config.scaling.get("factor", 1) is None and config.scaling.name != "dynamic" and original and train_length:
-        config.scaling.factor = train_length / original
-
-
-def in_words(seconds: float) -> str:
-    """A duration, as `3 min 40 s`; seconds are rounded to tens past a minute."""
-    minutes, rest = divmod(round(seconds / 10) * 10, 60) if seconds > 60 else (0, round(seconds))
-    return f"{minutes} min {rest} s" if minutes else f"{rest} s"
-
-
-def next_commands(folder: Path, pos: str, logged: bool) -> str:
-    """What a user may do after a training, as lines to paste."""
-    folder = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
-    lines = [
-        f"python train.py pos={'rope' if pos == 'alibi' else 'alibi'}",
-        f"python eval.py runs={shlex.quote(str(folder))}",
-    ]
-    about = ["another scheme, to compare with", "report.html: tables and plots of this run"]
-    if logged:
-        lines.append(f"wandb leet {shlex.quote(str(folder.parent / 'wandb'))}")
-        about.append("the curves of all runs")
-    width = max(map(len, lines))
-    return "\n".join(["next:", *(f"  {line:{width}}  # {words}" for line, words in zip(lines, about, strict=True))])
+    if config.init_from and model.get("original_length") is None:
+        model.original_length = read_config(latest_checkpoint(config.init_from)).original_length
+    if scaling.get("factor", 1) is None and scaling.name != "dynamic" and model.get("original_length"):
+        scaling.factor = model.train_length / model.original_length
 
 
 def start_from(model: GPT, source: Path) -> None:
@@ -121,11 +94,10 @@ def start_from(model: GPT, source: Path) -> None:
     free = {"original_length", "scaling", "dropout"}
     if ours["pos"]["name"] != "learned":  # a table has a row for each position of the training length
         free.add("train_length")
+    if theirs["pos"]["name"] != ours["pos"]["name"] and not [*start.pos.parameters(), *model.pos.parameters()]:
+        free.add("pos")  # as in DroPE
     for config in (theirs, ours):
         config["pos"].pop("base", None)
-    weights = [*start.pos.parameters(), *model.pos.parameters()]
-    if theirs["pos"]["name"] != ours["pos"]["name"] and not weights:  # as in DroPE
-        free.add("pos")
     if differing := [key for key in ours if key not in free and ours[key] != theirs[key]]:
         settings = ", ".join(f"{key}={theirs[key]} there, {ours[key]} here" for key in differing)
         raise ValueError(f"init_from={source}: its weights are those of another model: {settings}")
@@ -133,19 +105,28 @@ def start_from(model: GPT, source: Path) -> None:
     log.info("weights  from %s", source)
 
 
-def provenance() -> dict:
-    """Where a number came from: the command, the packages, and the commit of this checkout (None where not known)."""
+def provenance(device: torch.device) -> dict:
+    """Where a number came from: the command, the packages, the machine, and the commit of this checkout, if known."""
+    git = ["git", "--no-optional-locks", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    commit = ""
+    with contextlib.suppress(OSError):  # no git
+        commit = subprocess.run([*git, "--abbrev=40", "--exclude=*"], capture_output=True, text=True).stdout.strip()
+    here = {"command": shlex.join(sys.argv), "commit": commit or None, "python": platform.python_version()}
+    here |= {"packages": {name: version(name) for name in PACKAGES}, "machine": platform.platform()}
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+    return here | {"device": str(device), "device_name": name, "threads": torch.get_num_threads()}
 
-    def git(*words: str) -> str:
-        command = ["git", "--no-optional-locks", "-C", str(CHECKOUT), *words]
-        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
 
-    here = {"command": shlex.join(sys.argv), "python": platform.python_version(), "machine": platform.platform()}
-    here |= {"packages": {name: version(name) for name in PACKAGES}, "commit": None, "dirty": None}
-    with contextlib.suppress(OSError, subprocess.SubprocessError):
-        if Path(git("rev-parse", "--show-toplevel")) == CHECKOUT.resolve():  # not a copy inside another checkout
-            here |= {"commit": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain"))}
-    return here
+def next_commands(folder: Path, config: DictConfig) -> str:
+    """What a user may do after a training, as lines to paste."""
+    run, of_wandb = (shlex.quote(os.path.relpath(path)) for path in (folder, folder.parent / "wandb"))
+    task = f"data=task task={config.task.name} " if config.task else ""
+    lines = {f"python train.py {task}pos={'rope' if config.pos.name == 'alibi' else 'alibi'}": "another scheme"}
+    lines |= {f"python eval.py runs={run}": "report.html: tables and plots of this run"}
+    if config.wandb.mode != "disabled":
+        lines |= {f"wandb leet {of_wandb}": "the curves of all runs"}
+    width = max(map(len, lines))
+    return "\n".join(["next:", *(f"  {line:{width}}  # {about}" for line, about in lines.items())])
 
 
 @contextlib.contextmanager
@@ -159,11 +140,10 @@ def log_file(folder: Path) -> Iterator[None]:
         yield
     finally:
         logging.getLogger().removeHandler(handler)
-        with contextlib.suppress(OSError):  # on a full disk its last lines are lost
+        with contextlib.suppress(OSError):  # a full disk, or a folder that holds other files
             handler.close()
-        if not (folder / "config.yaml").exists():
-            (folder / "train.log").unlink(missing_ok=True)
-            with contextlib.suppress(OSError):  # a folder that holds other files stays
+            if not (folder / "config.yaml").exists():
+                (folder / "train.log").unlink()
                 folder.rmdir()
 
 
@@ -189,8 +169,3 @@ class MetricsFile:
         except OSError as error:
             os.truncate(self.path, size)
             raise OSError(f"{self.path}: cannot be written ({error.strerror})") from error
-
-    def sync(self) -> None:
-        """Once this returns, all rows are safely on the disk."""
-        with open(self.path, "rb+") as file:
-            os.fsync(file.fileno())

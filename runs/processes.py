@@ -1,7 +1,6 @@
 """The processes of a run: those of a torchrun job, how they share a model, and how they end."""
 
 import atexit
-import codecs
 import contextlib
 import logging
 import os
@@ -60,8 +59,7 @@ class Ranks:
     def in_turn(self, action: Callable[[], Any]) -> Any:
         """Each process' own result, of the first process of a machine first: what it leaves on a disk is made once."""
         result = action() if self.local_rank == 0 else None
-        if self.world_size > 1:
-            self.share(None)
+        self.share(None)
         return result if self.local_rank == 0 else action()
 
 
@@ -81,16 +79,11 @@ def join_processes(device: str) -> Ranks:
 
 
 def shard(model: GPT, device: torch.device, precision: str) -> None:
-    """sharding=fsdp (Zhao et al. 2023): split a model in place. It is whole on the CPU, and equal in all processes.
-
-    The weights of a block are gathered for its pass. An optimiser must be made afterwards. ValueError if not possible.
-    """
+    """sharding=fsdp (Zhao et al. 2023): split a model, equal in all processes, in place; then make its optimiser."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # takes over a second
 
-    if not dist.is_initialized():
-        raise ValueError("sharding=fsdp: start the run with torchrun, or use sharding=none")
-    if precision == "fp16":
-        raise ValueError("sharding=fsdp: not with precision=fp16; use bf16 or fp32")
+    if not dist.is_initialized() or precision == "fp16":
+        raise ValueError("sharding=fsdp: start the run with torchrun, in bf16 or fp32; or use sharding=none")
     mesh = dist.init_device_mesh(device.type, (dist.get_world_size(),))
     # Autocast keeps its copies of all weights until the pass backward; of weights gathered in its dtype it makes none.
     dtype = PRECISIONS[precision]
@@ -108,39 +101,32 @@ def averaging(forward: nn.Module, last: bool) -> contextlib.AbstractContextManag
     return forward.no_sync() if wait else contextlib.nullcontext()
 
 
-def _whole(value: Tensor) -> Tensor:
+def whole(value: Any) -> Any:
+    """A state dict with its sharded tensors gathered on the CPU. All processes call it."""
+    if isinstance(value, dict):
+        return {key: whole(part) for key, part in value.items()}
     return value.full_tensor().cpu() if hasattr(value, "full_tensor") else value
 
 
-def whole_state(model: GPT, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], dict]:
-    """Weights and the optimiser's state, as they are without sharding. All processes call it."""
-    weights, whole = model.state_dict(), optimizer.state_dict()
-    whole["state"] = {i: {key: _whole(one) for key, one in values.items()} for i, values in whole["state"].items()}
-    return {name: _whole(weight) for name, weight in weights.items()}, whole
-
-
 def load_optimizer(optimizer: torch.optim.Optimizer, state: dict, sharded: bool) -> None:
-    """Give an optimiser the state of a checkpoint, equal in all processes; each keeps its part if it is sharded."""
+    """Give an optimiser the state of a checkpoint; of the moments of sharded weights each process keeps its part."""
     if sharded:
         from torch.distributed.tensor import distribute_tensor
 
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        weights = [weight for group in optimizer.param_groups for weight in group["params"]]
         for i, values in state["state"].items():
-            like = parameters[i]
-            moments = {key: one for key, one in values.items() if one.shape == like.shape}  # all but the count of steps
-            values |= {key: distribute_tensor(one, like.device_mesh, like.placements) for key, one in moments.items()}
+            for key in ("exp_avg", "exp_avg_sq"):
+                values[key] = distribute_tensor(values[key], weights[i].device_mesh, weights[i].placements)
     optimizer.load_state_dict(state)
 
 
 class Stop:
     """A context in which the first SIGINT or SIGTERM is noted, in `signum`."""
 
-    def __init__(self) -> None:
-        self.signum, self._before = 0, {}
+    signum = 0
 
     def __enter__(self) -> "Stop":
-        with contextlib.suppress(ValueError):  # Python allows handlers in the main thread only
-            self._before = {signum: signal.signal(signum, self._note) for signum in (signal.SIGINT, signal.SIGTERM)}
+        self._before = {signum: signal.signal(signum, self._note) for signum in (signal.SIGINT, signal.SIGTERM)}
         return self
 
     def __exit__(self, *_) -> None:
@@ -151,42 +137,30 @@ class Stop:
         self.signum = self.signum or signum
 
     def asked(self, ranks: Ranks) -> int:
-        """The signal that any of the processes has got, in all of them; 0 for none."""
-        largest = torch.tensor(self.signum)
-        if ranks.world_size > 1:
-            dist.all_reduce(largest, dist.ReduceOp.MAX)
-        return int(largest)
-
-
-ASCII = {"÷": "/", "±": "+/-", "×": "x", "·": "*", "–": "-", "−": "-", "≥": ">=", "…": "...", "θ": "theta"}
-codecs.register_error("ropewalk", lambda error: (ASCII.get(error.object[error.start], "?"), error.start + 1))
+        """The signal to stop by, once any of the processes has got one; 0 before. All of them call it."""
+        got = ranks.add_up(torch.tensor(self.signum))
+        return (self.signum or signal.SIGTERM) if got else 0
 
 
 @contextlib.contextmanager
 def errors_as_messages() -> Iterator[None]:
-    """Around a command: ValueErrors, OSErrors and a lack of memory are one message, a bug keeps its traceback.
+    """Around a command: a ValueError, an OSError or a lack of memory is one message, a bug keeps its traceback.
 
-    In a job of several processes this one ends at once, so that torchrun ends the others. A terminal that knows ASCII
-    only gets the text in ASCII.
+    In a torchrun job this process ends at once, so that torchrun ends the others.
     """
-    for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="ropewalk")
+    sys.stdout.reconfigure(errors="replace")  # a terminal may know ASCII only
     try:
         yield
-    except KeyboardInterrupt:
-        raise SystemExit(130) from None
     except Exception as error:
         memory = isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
-        way_out = "; use a smaller model or train.batch_size, or shorter lengths" if memory else ""
         known = memory or isinstance(error, ValueError | OSError)
+        way_out = "; use a smaller model or train.batch_size, or shorter lengths" if memory else ""
         message = f"error: {error}{way_out}" if known else traceback.format_exc()
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            lost = isinstance(error, dist.DistError) or "gloo" in str(error)
-            print("error: another process has ended" if lost else message, file=sys.stderr, flush=True)
+        in_job = dist.is_initialized() and dist.get_world_size() > 1
+        if in_job or HydraConfig.get().mode == RunMode.MULTIRUN:  # of a sweep's failures Hydra shows only the first
+            print(message, file=sys.stderr, flush=True)
+        if in_job:
             os._exit(1)
-        if not known:
-            raise
-        if HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN:
-            print(message, file=sys.stderr)  # Hydra shows only the first of a sweep's failures
-        raise CompactHydraException(message) from error
+        if known:
+            raise CompactHydraException(message) from error
+        raise

@@ -2,11 +2,10 @@
 
 import contextlib
 import itertools
-import logging
 import math
 import os
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, make_dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -17,15 +16,21 @@ from hydra.experimental.callback import Callback
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from data import DataConfig, Task, TokenFiles, get_tokenizer
+from data import DataConfig, Task, get_tokenizer
 from data.tasks import TASKS
 from model import GPTConfig
-from model.checks import check_whole
 from runs.tracking import MODES
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 
-log = logging.getLogger("ropewalk")
+COUNTS = ("max_steps", "batch_size", "micro_batch_size", "eval_every", "checkpoint_every", "log_every", "keep")
+LIMITS = {"seed": (0, 2**63), "train.warmup_steps": (0, math.inf)}  # a number's least, and what it must be below
+LIMITS |= dict.fromkeys([*(f"train.{key}" for key in COUNTS), "val.stride", "val.max_targets"], (1, math.inf))
+LIMITS |= dict.fromkeys(("train.lr", "train.pos_lr_ratio", "train.grad_clip", "train.peak_flops"), (1e-30, math.inf))
+LIMITS |= dict.fromkeys(("train.weight_decay", "train.min_lr_ratio"), (0, math.inf))
+LIMITS |= dict.fromkeys(("train.beta1", "train.beta2"), (0, 1))
+CHOICES = {"train.compile": (True, False, "auto"), "train.schedule": ("cosine", "linear"), "wandb.mode": MODES}
+CHOICES |= {"sharding": ("none", "fsdp")}
 
 
 @dataclass
@@ -100,41 +105,25 @@ class TrainConfig:
 ConfigStore.instance().store(name="train_schema", node=TrainConfig)
 
 
-@dataclass
-class EvalConfig:
-    """Types of eval.py's settings; configs/eval.yaml has the values and says what they mean."""
-
-    runs: Any = MISSING
-    root: str = MISSING
-    checkpoint: int | None = MISSING
-    protocol: str = MISSING
-    lengths: list[int] | None = MISSING
-    stride: int | None = MISSING
-    max_targets: int | None = MISSING
-    documents: str | None = MISSING
-    by_position: bool = MISSING
-    truncated: bool = MISSING
-    recall: bool = MISSING
-    shift: bool = MISSING
-    attention: bool = MISSING
-    scaling: dict[str, Any] | None = None
-    scalings: list[Any] | None = MISSING
-    reference: str | None = MISSING
-    device: str = MISSING
-    precision: str = MISSING
-    out: str | None = MISSING
-    cache: str | None = MISSING
-    prompt: Any = MISSING
-    tokens: int = MISSING
-    temperature: float = MISSING
-    top_k: int | None = MISSING
-    top_p: float | None = MISSING
-    seed: int = MISSING
-    wandb: dict[str, str] = MISSING
+EVAL_TYPES = {  # of eval.py's settings; configs/eval.yaml has the values and says what they mean
+    str: ("root", "protocol", "device", "precision"),
+    str | None: ("documents", "reference", "out", "cache"),
+    bool: ("by_position", "truncated", "recall", "shift", "attention"),
+    int: ("tokens", "seed"),
+    int | None: ("checkpoint", "stride", "max_targets", "top_k"),
+    float: ("temperature",),
+    float | None: ("top_p",),
+    list[int] | None: ("lengths",),
+    list[Any] | None: ("scalings",),
+    dict[str, str]: ("wandb",),
+    Any: ("runs", "prompt"),
+}
+EVAL_FIELDS = [(name, kind, MISSING) for kind, names in EVAL_TYPES.items() for name in names]
+SCALING = ("scaling", dict[str, Any] | None, None)  # a group: without a choice, eval.yaml has no value of it
+EvalConfig = make_dataclass("EvalConfig", [*EVAL_FIELDS, SCALING])
 
 
 def machine() -> str:
-    """The preset for this machine."""
     return "gpu" if torch.cuda.is_available() else "cpu"
 
 
@@ -147,13 +136,12 @@ def run_dir(resume: str | None, name: str) -> str:
         return "."
     if resume and (Path(resume).expanduser() / "config.yaml").is_file():
         return str(Path(resume).expanduser())
-    plain_name = re.sub(r"[^\w.+-]+", "_", name)
-    stem = Path("outputs") / f"{datetime.now():%Y-%m-%d_%H-%M-%S}_{plain_name}"
+    stem = f"outputs/{datetime.now():%Y-%m-%d_%H-%M-%S}_" + re.sub(r"[^\w.+-]+", "_", name)
     for count in itertools.count(1):
-        folder = stem if count == 1 else stem.with_name(f"{stem.name}_{count}")
+        folder = stem if count == 1 else f"{stem}_{count}"
         with contextlib.suppress(FileExistsError):
-            folder.mkdir(parents=True)
-            return str(folder)
+            os.makedirs(folder)
+            return folder
 
 
 def scheme_name(config: DictConfig) -> str:
@@ -193,10 +181,7 @@ class Sweep(Callback):
 
 
 def checked(config: DictConfig, schema: type) -> DictConfig:
-    """The configuration, resolved, against its schema. ValueError for unknown keys and for types that do not fit.
-
-    Hydra checks all but what is added with a plus sign, and what is read from a run folder.
-    """
+    """The configuration, resolved. ValueError for keys and types that do not fit the schema, as Hydra itself checks."""
     try:
         return OmegaConf.merge(OmegaConf.structured(schema), OmegaConf.to_container(config, resolve=True))
     except OmegaConfBaseException as error:
@@ -219,11 +204,11 @@ def task_of(config: DictConfig) -> Task | None:
         raise ValueError(f"data={config.data.name}: data=task needs task=<name>, out of {known}; other data has none")
     if config.task is None:
         return None
-    if config.task.random_offset and config.train.position_range > 1:
-        raise ValueError(f"train.position_range={config.train.position_range}: not with task.random_offset=true")
     task, given = Task(**OmegaConf.to_container(config.task)), config.model.get("train_length")
     if given not in (None, task.train_length):
         raise ValueError(f"model.train_length={given}: leave it out, the task's own is {task.train_length}")
+    if task.random_offset and config.train.position_range > 1:
+        raise ValueError(f"train.position_range={config.train.position_range}: not with task.random_offset=true")
     return task
 
 
@@ -234,23 +219,14 @@ def vocab_size_of(config: DictConfig) -> int:
 
 def check_settings(config: DictConfig, world_size: int = 1) -> GPTConfig:
     """The model that the settings describe. ValueError, naming the setting, for what is wrong with any of them."""
+    for key, (least, below) in LIMITS.items():
+        value = OmegaConf.select(config, key)
+        if value is not None and not least <= value < below:
+            raise ValueError(f"{key}={value}: must be a number of at least {least}, and below {below}")
+    for key, values in CHOICES.items():
+        if (value := OmegaConf.select(config, key)) not in values:
+            raise ValueError(f"{key}={value!r}: use {', '.join(map(str, values))}")
     t, micro = config.train, config.train.micro_batch_size or 1
-    for key in ("max_steps", "batch_size", "eval_every", "checkpoint_every", "log_every", "keep"):
-        check_whole(f"train.{key}", t[key])
-    for key in ("train.micro_batch_size", "val.stride", "val.max_targets"):
-        check_whole(key, OmegaConf.select(config, key), optional=True)
-    check_whole("train.warmup_steps", t.warmup_steps, 0)
-    check_whole("seed", config.seed, 0, 2**63 - 1)
-    for key in ("lr", "pos_lr_ratio", "grad_clip", "peak_flops"):
-        if t[key] is not None and not 0 < t[key] < math.inf:
-            raise ValueError(f"train.{key}={t[key]}: must be a finite number above 0")
-    for key, below in {"weight_decay": math.inf, "min_lr_ratio": math.inf, "beta1": 1, "beta2": 1}.items():
-        if not 0 <= t[key] < below:
-            raise ValueError(f"train.{key}={t[key]}: must be at least 0, and below {below}")
-    known = {"train.compile": (True, False, "auto"), "train.schedule": ("cosine", "linear"), "wandb.mode": MODES}
-    for key, values in (known | {"sharding": ("none", "fsdp")}).items():
-        if (found := OmegaConf.select(config, key)) not in values:
-            raise ValueError(f"{key}={found!r}: use {', '.join(map(str, values))}")
     if config.sharding == "fsdp" and t.compile is True:
         raise ValueError("sharding=fsdp: not with train.compile=true; use false, or sharding=none")
     if t.batch_size % (world_size * micro):
@@ -258,16 +234,6 @@ def check_settings(config: DictConfig, world_size: int = 1) -> GPTConfig:
         raise ValueError(f"train.batch_size={t.batch_size}: must be a multiple of {parts}")
     if task := task_of(config):
         config.model.train_length = task.train_length
-    vocab_size, plain = vocab_size_of(config), OmegaConf.to_container(config)
-    return GPTConfig.from_dict(plain["model"], vocab_size=vocab_size, pos=plain["pos"], scaling=plain["scaling"])
-
-
-def fitting_lengths(lengths: list[int], train_length: int, files: TokenFiles) -> list[int]:
-    """The lengths that the validation text holds. ValueError where a split is shorter than a training window."""
-    if min(len(files.train), len(files.val)) <= train_length:
-        found = f"{len(files.train)} training and {len(files.val)} validation tokens"
-        raise ValueError(f"model.train_length={train_length}: a window and its target do not fit into {found}")
-    fitting = [length for length in lengths if length < len(files.val)]
-    if left_out := lengths[len(fitting) :]:
-        log.warning("validation split of %d tokens: lengths %s are left out", len(files.val), left_out)
-    return fitting
+    described = OmegaConf.to_container(config)
+    described = {"vocab_size": vocab_size_of(config), "pos": described["pos"], "scaling": described["scaling"]}
+    return GPTConfig.from_dict(OmegaConf.to_container(config.model), **described)

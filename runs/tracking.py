@@ -13,8 +13,9 @@ from omegaconf import DictConfig
 log = logging.getLogger("ropewalk")
 
 MODES = ("auto", "online", "offline", "disabled")
-AXES = dict.fromkeys(("train", "val", "speed"), "tokens")  # metrics by their prefix, and what they are drawn over
-AXES |= {"extrapolation": "extrapolation/length", "by_position": "by_position/position", "recall": "recall/distance"}
+# Metrics by their prefix, and what they are drawn over.
+AXES = {"train": "tokens", "val": "tokens", "speed": "tokens", "extrapolation": "extrapolation/length"}
+AXES |= {"by_position": "by_position/position", "recall": "recall/distance"}
 
 
 def new_wandb_id(name: str = "run") -> str:
@@ -37,56 +38,36 @@ def start_wandb(
 ) -> Any:
     """Start the wandb run of this id, or continue it; its files lie in `wandb/` beside the run folder.
 
-    settings: mode and, optionally, project. Mode `auto` is what WANDB_MODE says, else online when logged in, else
-    offline. Where wandb cannot start, the run is offline, or else disabled, with one warning. init: as of wandb.init.
+    settings: mode and project. Mode `auto` is what WANDB_MODE says, else online when logged in, else offline. Where
+    wandb cannot start, the run is offline, or else disabled, with one warning. init: as of wandb.init.
     """
-    if settings.mode not in MODES:
-        raise ValueError(f"wandb.mode={settings.mode!r}: use {', '.join(MODES)}")
     import wandb  # takes over half a second
 
-    # A run that ends waits for a server 60 seconds; what is not sent by then stays in wandb's folder.
-    quiet = wandb.Settings(silent=True, console="off", finish_timeout=60, disable_git=True)
+    logged_in = wandb.login(prompt=False, verify=False)
     mode = os.environ.get("WANDB_MODE", "auto") if settings.mode == "auto" else settings.mode
     if mode == "auto":
-        mode = "online" if wandb.login(prompt=False, verify=False) else "offline"
-    init |= {"id": run_id, "config": config, "job_type": job_type, "project": settings.get("project", "ropewalk")}
-    init |= {"dir": str(folder.resolve().parent), "reinit": "create_new", "settings": quiet}
+        mode = "online" if logged_in else "offline"
+    # A run that ends waits for a server 60 seconds; what is not sent by then stays in wandb's folder.
+    quiet = wandb.Settings(silent=True, console="off", finish_timeout=60, disable_git=True)
+    init |= {"id": run_id, "config": config, "job_type": job_type, "project": settings.project, "settings": quiet}
+    init |= {"dir": str(folder.resolve().parent), "reinit": "create_new"}
     failures = []
     for attempt in dict.fromkeys((mode, "offline", "disabled")):
         try:
-            if attempt == "online" and not wandb.login(prompt=False, verify=False):
+            if attempt == "online" and not logged_in:
                 raise ValueError("not logged in; run `wandb login`")
             run = wandb.init(mode=attempt, resume="allow" if attempt == "online" else None, **init)
             break
         except Exception as error:  # whatever a server, a proxy or a full disk makes wandb raise
-            failures.append(" ".join(str(error).split()))
+            failures.append(str(error))
             wandb.teardown()  # else its service still holds the run's id
     if failures:
         log.warning("wandb goes on %s (metrics.jsonl has every number): %s", attempt, "; ".join(failures))
-    for prefix, x in AXES.items():
-        run.define_metric(x)
-        run.define_metric(f"{prefix}/*", step_metric=x)
+    for axis in ("step", *dict.fromkeys(AXES.values())):
+        run.define_metric(axis, hidden=True)  # no chart of its own
+    for prefix, axis in AXES.items():
+        run.define_metric(f"{prefix}/*", step_metric=axis)
     if attempt != "disabled":
         where = run.url if attempt == "online" else f"offline: wandb leet {shlex.quote(init['dir'] + '/wandb')}"
         log.info("wandb    run %s, %s", run.id, where)
     return run
-
-
-def log_row(run: Any, row: dict) -> Any:
-    """Log a row of metrics without its None. Returns the run to log to next: a disabled one where wandb has failed."""
-    try:
-        run.log({key: value for key, value in row.items() if value is not None})  # wandb would show None as a value
-        return run
-    except Exception as error:  # its service may have died; the training goes on
-        import wandb
-
-        log.warning("wandb failed and is left out from here on (metrics.jsonl goes on): %r", error)
-        return wandb.init(mode="disabled")
-
-
-def finish_wandb(run: Any, failed: bool) -> None:
-    """Close a wandb run; what it cannot send within a minute stays in its folder."""
-    try:
-        run.finish(exit_code=int(failed))
-    except Exception as error:
-        log.warning("wandb could not be closed (metrics.jsonl is whole): %r", error)

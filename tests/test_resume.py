@@ -244,16 +244,14 @@ def test_a_report_that_fails_costs_no_steps_and_can_be_made_up(corpus, tmp_path,
 def test_resuming_refuses_what_would_not_be_the_same_run(corpus, tmp_path, monkeypatch):
     run(tmp_path, *TINY, *corpus)
     config = composed(*TINY, *corpus, f"resume='{tmp_path}'")
-    with pytest.raises(ValueError, match=r"pos: cannot change when a run is resumed"):
+    with pytest.raises(ValueError, match=r"pos: cannot change in a resumed run"):
         resumed(config, ["pos=learned", f"resume={tmp_path}"])
     with pytest.raises(FileNotFoundError, match="nowhere: not a run folder"):
         resumed(composed(*TINY, *corpus, "resume=nowhere"), ["resume=nowhere"])
     run(tmp_path, *TINY, *corpus, "train.max_steps=6", resume=True)
     assert [row["step"] for row in metrics(tmp_path) if "train/loss" in row] == [1, 2, 3, 4, 5, 6]
-    with pytest.raises(ValueError, match=r"has 6 steps; raise train\.max_steps=5"):
-        run(tmp_path, *TINY, *corpus, "train.max_steps=5", resume=True)
     monkeypatch.setattr(TokenFiles, "fingerprint", "another")
-    with pytest.raises(ValueError, match=r"was trained on data \w+, not another"):
+    with pytest.raises(ValueError, match=r"was trained on data \w+, not on this"):
         run(tmp_path, *TINY, *corpus, "train.max_steps=8", resume=True)
 
 

@@ -1,17 +1,14 @@
 """wandb: what an offline run holds, read back by wandb's own reader; and that a wandb that fails costs nothing."""
 
 import logging
-import subprocess
-import sys
 
-import pytest
 import wandb
 from omegaconf import OmegaConf
 
 from runs import read_run, start_wandb
 from runs.settings import scheme_name
-from runs.tracking import finish_wandb, log_row, wandb_identity
-from tests.trained import REPOSITORY, TINY, composed, metrics, records, run
+from runs.tracking import wandb_identity
+from tests.trained import TINY, composed, metrics, records, run
 
 OFFLINE = [*TINY[:-1], "wandb.mode=offline"]
 
@@ -100,32 +97,6 @@ def test_a_wandb_that_cannot_start_at_all_is_a_disabled_run(tmp_path, monkeypatc
     assert warning == "wandb goes on disabled (metrics.jsonl has every number): no offline"
 
 
-KILLING = """
-import os, signal, sys
-from pathlib import Path
-from tests.trained import run
-from train import Trainer
-
-def checkpoint(self, real=Trainer._checkpoint):
-    for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split() if self.step == 2 else ():
-        os.kill(int(pid), signal.SIGKILL)  # wandb's service
-    real(self)
-
-Trainer._checkpoint = checkpoint
-run(Path(sys.argv[1]), *sys.argv[2:])
-"""
-
-
-@pytest.mark.slow
-def test_a_wandb_that_dies_costs_no_row(corpus, tmp_path):
-    run(tmp_path / "whole", *TINY, *corpus)
-    words = [sys.executable, "-c", KILLING, str(tmp_path / "run"), *OFFLINE, *corpus]
-    done = subprocess.run(words, cwd=REPOSITORY, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert metrics(tmp_path / "run") == metrics(tmp_path / "whole")
-    assert "wandb failed and is left out from here on" in done.stderr
-
-
 def test_a_service_that_is_gone_is_a_warning(tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("WANDB_SERVICE", "3-1-unix-/tmp/wandb-gone/socket")
     wandb.teardown()
@@ -134,25 +105,6 @@ def test_a_service_that_is_gone_is_a_warning(tmp_path, monkeypatch, caplog):
     assert warning.startswith("wandb goes on disabled")
     monkeypatch.delenv("WANDB_SERVICE")
     wandb.teardown()
-
-
-def test_none_is_not_logged_and_a_failing_run_is_replaced(caplog):
-    class Run:
-        def log(self, row):
-            sent.append(row)
-            if len(sent) == 2:
-                raise ConnectionResetError("lost")
-
-        def finish(self, exit_code):
-            raise OSError("full")
-
-    sent, broken = [], Run()
-    assert log_row(broken, {"a": 1, "b": None}) is broken
-    assert sent == [{"a": 1}]
-    assert log_row(broken, {"a": 2}) is not broken
-    finish_wandb(broken, failed=True)
-    first, second = warnings(caplog)
-    assert ("lost" in first, "full" in second) == (True, True)
 
 
 def test_the_group_is_the_scheme_unless_given():
