@@ -145,8 +145,8 @@ class Trainer:
                     self._record(row)
                     bar.set_postfix_str(f"loss {loss:.3f}, {rate:,.0f} tokens/s", refresh=False)
                     if counted == began + 1:
-                        left = (t.max_steps - self.step) * self.step_tokens / rate
-                        log.info("time     about %s of training on this machine", tqdm.format_interval(left))
+                        minutes, seconds = divmod(round((t.max_steps - self.step) * self.step_tokens / rate), 60)
+                        log.info("time     about %d min %d s of training on this machine", minutes, seconds)
                 if checkpoint:
                     self._checkpoint()
                 self._stop_if_asked()

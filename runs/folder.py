@@ -6,6 +6,7 @@ import logging
 import math
 import os
 import platform
+import re
 import shlex
 import subprocess
 import sys
@@ -114,6 +115,9 @@ def provenance(device: torch.device) -> dict:
     here = {"command": shlex.join(sys.argv), "commit": commit or None, "python": platform.python_version()}
     here |= {"packages": {name: version(name) for name in PACKAGES}, "machine": platform.platform()}
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+    if device.type == "cpu" and os.path.exists("/proc/cpuinfo"):
+        found = re.search(r"model name\s*: (.+)", Path("/proc/cpuinfo").read_text(encoding="utf-8"))
+        name = found[1] if found else name
     return here | {"device": str(device), "device_name": name, "threads": torch.get_num_threads()}
 
 

@@ -151,6 +151,8 @@ def errors_as_messages() -> Iterator[None]:
     sys.stdout.reconfigure(errors="replace")  # a terminal may know ASCII only
     try:
         yield
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
     except Exception as error:
         memory = isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
         known = memory or isinstance(error, ValueError | OSError)
