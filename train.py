@@ -166,16 +166,18 @@ class Trainer:
         inputs, targets = self._batch()
         micro = t.micro_batch_size or len(inputs)
         parts = list(zip(inputs.split(micro), targets.split(micro), strict=True))
-        positions = draw_positions(inputs.shape[1], t.position_range, c.seed, self.step)
-        place = {"positions": None if positions is None else torch.from_numpy(positions).to(self.device)}
+        if self.task and self.task.random_offset:
+            positions = self.task.positions(c.seed, self.step)
+        else:
+            positions = draw_positions(inputs.shape[1], t.position_range, c.seed, self.step)
         scored, loss = self.step_tokens, torch.zeros((), device=self.device)
         if self.task:
             scored = self.ranks.add_up((targets != -100).sum())
-            place |= {"first_position": self.task.first_position(c.seed, self.step)}
+        positions = None if positions is None else torch.from_numpy(positions)
         for i, (x, y) in enumerate(parts):
             with processes.averaging(self.forward, last=i == len(parts) - 1):
                 with self.autocast:
-                    nll = self.forward(x, targets=y, **place)  # (micro, T)
+                    nll = self.forward(x, targets=y, positions=positions)  # (micro, T)
                 # A part's share of the mean over the global batch: the parts add up to one big batch, whatever their
                 # number. The factor undoes the mean over processes.
                 part = nll.sum() / scored

@@ -154,10 +154,11 @@ class Task:
         strings = [self.draw(rng, length, test=False) for length in lengths.tolist()]
         return padded(strings[rank * share : (rank + 1) * share], self.width)
 
-    def first_position(self, seed: int, step: int) -> int:
-        """Of all strings of a step: 0, or with random_offset uniform over the positions that the tests need."""
+    def positions(self, seed: int, step: int) -> np.ndarray:
+        """Of a step's inputs with random_offset, int64 (width,): from a random first one, so that training covers all
+        that the tests need."""
         last = self.train_length - self.width - 1
-        return int(np.random.default_rng([2, seed, step]).integers(last + 1)) if self.random_offset else 0
+        return int(np.random.default_rng([2, seed, step]).integers(last + 1)) + np.arange(self.width)
 
     def test_batches(self, bounds: tuple[int, int], size: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Inputs and targets of a range's strings, in batches of similar lengths."""

@@ -79,7 +79,7 @@ def shift(model: GPT, tokens: Tensor | np.ndarray, windows: int = 32) -> list[di
             if limit is not None and first + length > limit:
                 rows[-1]["note"] = f"table ends at {limit}"
                 continue
-            losses = _losses(model, ids, first_position=first)
+            losses = _losses(model, ids, positions=first + torch.arange(length))
             change = losses - base
             rows[-1] |= {"nll": float(losses.mean()), "difference": float(change.mean())}
             rows[-1] |= {"stderr": standard_error(change.mean(axis=1))}
@@ -143,13 +143,13 @@ def _windows(tokens: np.ndarray, size: int, count: int, distinct: bool = True) -
     return tokens[starts[:, None] + np.arange(size)].astype(np.int64)
 
 
-def _losses(model: GPT, ids: np.ndarray, first_scored: int = 0, first_position: int = 0) -> np.ndarray:
+def _losses(model: GPT, ids: np.ndarray, first_scored: int = 0, positions: Tensor | None = None) -> np.ndarray:
     """Nats of predicting ids[:, first_scored + 1 :]: float64 (windows, T - first_scored), of ids (windows, T + 1)."""
     losses, per_batch = [], max(1, BATCH_TOKENS // (ids.shape[1] - 1))
     for batch in torch.from_numpy(ids).to(next(model.parameters()).device).split(per_batch):
         targets = batch[:, 1:].clone()
         targets[:, :first_scored] = -100
-        nll = model(batch[:, :-1], targets=targets, first_position=first_position)
+        nll = model(batch[:, :-1], targets=targets, positions=positions)
         losses.append(nll[:, first_scored:].cpu().double().numpy())
     return np.concatenate(losses)
 

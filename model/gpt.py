@@ -136,7 +136,6 @@ class GPT(nn.Module):
         targets: Tensor | None = None,
         cache: Cache | None = None,
         scaling_length: int | None = None,
-        first_position: int = 0,
         positions: Tensor | None = None,
         last_only: bool = False,
     ) -> Tensor:
@@ -144,9 +143,8 @@ class GPT(nn.Module):
 
         targets[:, t] follows tokens[:, t]. Losses are nats, 0 where the target is -100; float32, or float64 for a
         float64 model. With a cache the tokens continue those it holds, and no gradients are kept. scaling_length: the
-        sequence length that frequency scalings go by, instead of the tokens so far. first_position: of tokens[:, 0],
-        without a cache only; scalings do not look at it. positions: int64 (T,), growing, in its place; for schemes that
-        add no bias, and without windows. last_only: logits (B, 1, V), after the last token.
+        sequence length that frequency scalings go by, instead of the tokens so far. positions: int64 (T,), growing,
+        instead of 0, 1, ...; without a cache only. last_only: logits (B, 1, V), after the last token.
 
         Raises ValueError for shapes that do not fit, ids outside the vocabulary (on the CPU only: elsewhere looking
         would stall every step), positions past a learned table and a full cache; the cache then keeps what it holds.
@@ -157,14 +155,14 @@ class GPT(nn.Module):
                 raise ValueError(f"targets {tuple(targets.shape)} must have the shape of tokens {tuple(tokens.shape)}")
             self.check_tokens(targets.masked_fill(targets == -100, 0), "targets")
         check_whole("scaling_length", scaling_length, optional=True)
-        check_whole("first_position", first_position, 0)
-        if cache is not None and (first_position or scaling_length not in (None, cache.scaling_length)):
-            raise ValueError("first_position and scaling_length are the cache's own: leave them out with a cache")
-        if positions is not None and (cache is not None or self.pos.biased or self.config.window):
-            raise ValueError("positions: only without a cache and windows, and for schemes that add no bias")
+        if cache is not None and (positions is not None or scaling_length not in (None, cache.scaling_length)):
+            raise ValueError("positions and scaling_length are the cache's own: leave them out with a cache")
+        if positions is not None:
+            self.check_positions(positions, tokens)
+            positions = positions.to(tokens.device, non_blocking=True)
         with nullcontext() if cache is None else torch.no_grad():
             if cache is None:
-                length, start, passed = scaling_length or tokens.shape[1], first_position, tokens
+                length, start, passed = scaling_length or tokens.shape[1], 0, tokens
             else:
                 length = cache.scaling_length or cache.length + tokens.shape[1]
                 frequencies = self.pos.regime(length)
@@ -205,6 +203,18 @@ class GPT(nn.Module):
             for found in map(int, tokens.aminmax()):
                 if not 0 <= found < self.config.vocab_size:
                     raise ValueError(f"token id {found} is outside the vocabulary (0 to {self.config.vocab_size - 1})")
+
+    def check_positions(self, positions: Tensor, tokens: Tensor) -> None:
+        """Raise ValueError unless positions are integers (T,) that grow from at least 0, one by one where they must."""
+        check_tensor("positions", positions)
+        if positions.shape != tokens.shape[1:]:
+            raise ValueError(f"positions {tuple(positions.shape)} must be (T,) for tokens {tuple(tokens.shape)}")
+        if positions.device.type == "cpu" and not torch.compiler.is_compiling():
+            steps = positions.diff(prepend=positions[:1] - 1)
+            if positions[0] < 0 or (steps < 1).any():
+                raise ValueError(f"positions must grow from at least 0, found {positions.tolist()}")
+            if (self.pos.biased or self.config.window) and (steps > 1).any():
+                raise ValueError("positions must grow one by one for a scheme with a bias, and for windows")
 
     def new_cache(self, batch_size: int, max_length: int, scaling_length: int | None = None) -> Cache:
         """An empty cache on the model's device, in the dtype its keys have (autocast's, where that is on).

@@ -19,6 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 from data import DataConfig, Task, get_tokenizer
 from data.tasks import TASKS
 from model import GPTConfig
+from model.positions import SCHEMES
 from runs.tracking import MODES
 
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -236,4 +237,9 @@ def check_settings(config: DictConfig, world_size: int = 1) -> GPTConfig:
         config.model.train_length = task.train_length
     described = OmegaConf.to_container(config)
     described = {"vocab_size": vocab_size_of(config), "pos": described["pos"], "scaling": described["scaling"]}
-    return GPTConfig.from_dict(OmegaConf.to_container(config.model), **described)
+    described = GPTConfig.from_dict(OmegaConf.to_container(config.model), **described)
+    scheme = SCHEMES[described.pos["name"]]
+    if t.position_range > 1 and (scheme.biased or described.window or scheme is SCHEMES["learned"]):
+        needs = "positions in a row, within the training length"
+        raise ValueError(f"train.position_range={t.position_range}: pos={config.pos.name} needs {needs}; use 1")
+    return described

@@ -92,6 +92,7 @@ def test_the_preset_follows_the_machine_and_the_groups_follow_the_preset(cuda, m
         ("train.grad_clip=0", r"train\.grad_clip=0"),
         ("train.peak_flops=inf", r"train\.peak_flops=inf"),
         ("train.compile=maybe", r"train\.compile"),
+        ("pos=t5,train.position_range=4", r"train\.position_range=4\.0: pos=t5 needs positions in a row"),
         ("sharding=half", r"sharding='half': use none, fsdp"),
         ("wandb.mode=on", r"wandb\.mode='on'"),
         ("train.micro_batch_size=3", r"train\.batch_size=16.*multiple"),
@@ -111,7 +112,7 @@ def test_the_preset_follows_the_machine_and_the_groups_follow_the_preset(cuda, m
 )
 def test_wrong_settings_are_refused_by_name(override, words):
     with pytest.raises((ValueError, HydraException), match=words):
-        check_settings(composed("preset=cpu", override))
+        check_settings(composed("preset=cpu", *override.split(",")))
 
 
 def test_devices_and_precisions_are_refused_by_name():

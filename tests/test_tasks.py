@@ -46,7 +46,7 @@ def test_a_step_is_the_mean_loss_of_the_answers(tmp_path):
     torch.manual_seed(0)
     model, task = GPT(trainer.model.config), trainer.task
     inputs, targets = map(torch.from_numpy, task.batch(8, 0, 0))
-    logits = model(inputs, first_position=task.first_position(0, 0)).flatten(0, 1)
+    logits = model(inputs, positions=torch.from_numpy(task.positions(0, 0))).flatten(0, 1)
     assert (targets != -100).sum() == 16  # eight answers and their ends
     loss = torch.nn.functional.cross_entropy(logits, targets.flatten())
     assert metrics(tmp_path)[0]["train/loss"] == pytest.approx(loss.item(), abs=1e-5)

@@ -32,11 +32,10 @@ def text(model):
 
 
 def watched(model):
-    """What is fed to the model from here on: a list of (tokens, targets, first_position) of every pass."""
+    """What is fed to the model from here on: a list of (tokens, targets, positions) of every pass."""
     fed = []
     model.register_forward_pre_hook(
-        lambda module, inputs, keys: fed.append((inputs[0], keys["targets"], keys.get("first_position", 0))),
-        with_kwargs=True,
+        lambda module, inputs, keys: fed.append((inputs[0], keys["targets"], keys.get("positions"))), with_kwargs=True
     )
     return fed
 
@@ -122,7 +121,9 @@ def test_shifts_numbers_are_the_slow_loops(name):
     def losses(first):
         all_of_them = []
         for start in starts:
-            logits = model(torch.tensor([text[start : start + 9]]), first_position=first)[0].tolist()
+            logits = model(torch.tensor([text[start : start + 9]]), positions=torch.arange(first, first + 9))[
+                0
+            ].tolist()
             targets = text[start + 1 : start + 10]
             for row, target in zip(logits, targets, strict=True):
                 all_of_them.append(math.log(sum(math.exp(value) for value in row)) - row[target])
