@@ -122,12 +122,13 @@ class AnswerReport:
         return self.table.text()
 
     def write(self, folder: Path, html: bool = False) -> None:
-        """extrapolation.json and extrapolation.png; with html also the SVG and report.html."""
+        """extrapolation.json and extrapolation.png; with html also SVG, tables.md and report.html."""
         caption = "Bars: 95 % interval over test strings; of several seeds, the lowest and highest."
         made = {"extrapolation": plots.Plot([self._draw], caption)}
         body = ["<h1>Exact match by length</h1>", figures(made), self.table.html()] if html else None
         document = {"commands": list(self.commands), "results": self.results}
-        write_files(folder, made, self.results[0] if len(self.answers) == 1 else document, body, self.commands)
+        document = self.results[0] if len(self.answers) == 1 else document
+        write_files(folder, made, document, [self.table], body, self.commands)
 
     def _draw(self, axes: Any) -> None:
         """A curve a model over the ranges of lengths."""

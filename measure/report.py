@@ -97,7 +97,7 @@ class Report:
         return {**about, "results": self.results, "groups": groups, "paired": self.paired}
 
     def write(self, folder: Path, html: bool = False) -> None:
-        """extrapolation.json and extrapolation.png; with html also the SVG, the other plots and report.html."""
+        """extrapolation.json and extrapolation.png; with html also SVG, the other plots, tables.md and report.html."""
         looks, probes = plots.styles([(model.label, model.about) for model in self.groups]), {}
         curves = {"extrapolation": plots.plot_lengths(self.protocols, self.metric, looks)}
         if html and self.alike:
@@ -108,7 +108,7 @@ class Report:
             if attentive := [one for one in self.measurements if "attention" in one.probes]:
                 probes["attention"] = plots.plot_attention(attentive)
         body = self._body(curves, probes) if html else None
-        write_files(folder, curves | probes, self.document(), body, self.commands)
+        write_files(folder, curves | probes, self.document(), [*self.tables, *self.probed], body, self.commands)
 
     def _body(self, curves: dict[str, plots.Plot], probes: dict[str, plots.Plot]) -> list[str]:
         """A sentence a model, the curves, the tables, the probes."""
@@ -127,14 +127,20 @@ class Report:
 
 
 def write_files(
-    folder: Path, made: dict[str, plots.Plot], document: dict, body: list[str] | None, commands: Sequence[str]
+    folder: Path,
+    made: dict[str, plots.Plot],
+    document: dict,
+    shown: Sequence[Table],
+    body: list[str] | None,
+    commands: Sequence[str],
 ) -> None:
-    """extrapolation.json and each plot as PNG; with the parts of a page's body also the SVG and report.html."""
+    """extrapolation.json and each plot as PNG; with the parts of a page's body also SVG, tables.md and report.html."""
     folder.mkdir(parents=True, exist_ok=True)
     for stem, plot in made.items():
         for ending in (".png",) if body is None else (".png", ".svg"):
             plot.save(folder / f"{stem}{ending}")
     if body is not None:
+        write_text(folder / "tables.md", "\n".join(table.markdown() for table in shown))
         words = {"body": "\n".join(body), "commands": escape("\n".join(commands))}
         write_text(folder / "report.html", PAGE.substitute(words))
     # The last of all: where it is, the others are.

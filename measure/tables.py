@@ -34,6 +34,11 @@ class Table:
             lines.append("  ".join(cells).rstrip())
         return "\n".join(filter(None, [*lines, self.note]))
 
+    def markdown(self) -> str:
+        lines = [self.header, ["---"] * len(self.header), *self.rows]
+        table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+        return "\n\n".join(filter(None, [self.title, table, self.note])) + "\n"
+
     def html(self) -> str:
         head = "".join(f"<th>{escape(cell)}</th>" for cell in self.header)
         body = "".join("<tr>" + "".join(f"<td>{escape(c)}</td>" for c in row) + "</tr>\n" for row in self.rows)

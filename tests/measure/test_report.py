@@ -167,7 +167,12 @@ def test_reports_are_whole_files(tmp_path):
     Report([measurement(), learned]).write(tmp_path / "two", html=True)
     names = {path.name for path in (tmp_path / "two").iterdir()}
     plots = {f"{stem}.{ending}" for stem in ("extrapolation", "by_position") for ending in ("png", "svg")}
-    assert names == {"extrapolation.json", "report.html"} | plots
+    assert names == {"extrapolation.json", "report.html", "tables.md"} | plots
+    lines = (tmp_path / "two" / "tables.md").read_text().splitlines()
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
+    assert cells[1] == ["---"] * len(cells[0])
+    first = Report([measurement(), learned]).tables[0]
+    assert [cells[0], *cells[2:4]] == [first.header, *first.rows]
 
 
 @pytest.mark.parametrize("nll", [900.0, math.nan])
