@@ -3,17 +3,7 @@
 from data.batches import draw_batch, draw_positions
 from data.corpora import DataConfig, absolute
 from data.tasks import Task
-from data.tokenizers import Tokenizer, get_tokenizer
+from data.tokenizers import get_tokenizer
 from data.tokens import TokenFiles, prepare
 
-__all__ = [
-    "DataConfig",
-    "Task",
-    "TokenFiles",
-    "Tokenizer",
-    "absolute",
-    "draw_batch",
-    "draw_positions",
-    "get_tokenizer",
-    "prepare",
-]
+__all__ = ["DataConfig", "Task", "TokenFiles", "absolute", "draw_batch", "draw_positions", "get_tokenizer", "prepare"]

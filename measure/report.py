@@ -1,4 +1,4 @@
-"""What a measurement leaves behind: extrapolation.json, plots as PNG and SVG, a report.html that needs no network."""
+"""What a measurement leaves behind: extrapolation.json, plots, tables.md, and a report.html that needs no network."""
 
 import base64
 import json

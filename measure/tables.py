@@ -1,4 +1,4 @@
-"""Numbers with no more digits than their errors support, and the tables made of them: as text and as HTML."""
+"""Numbers with no more digits than their errors support, and the tables made of them: as text, Markdown and HTML."""
 
 import math
 import re

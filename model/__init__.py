@@ -1,6 +1,6 @@
 """The network: copy the folder into another project. Needs torch and safetensors only.
 
-A plot needs matplotlib; the way to Hugging Face (hf.py) needs transformers, OmegaConf and the folder data/.
+A plot needs matplotlib; convert.py needs OmegaConf; the way to Hugging Face (hf.py) also transformers and data/.
 """
 
 from importlib import import_module

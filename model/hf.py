@@ -111,7 +111,7 @@ def import_run(name: str, out: str | Path, like: str | Path) -> str:
         settings["provenance"] = {"command": shlex.join(sys.argv), "fingerprint": "unknown", "wandb_id": None}
         save_checkpoint(folder, 0, c, model.state_dict())
         OmegaConf.save(OmegaConf.create(settings), folder / "config.yaml")
-    way = f"python eval.py {out}" if tokenizer else "only with load_run, in Python: its tokenizer is none of ours"
+    way = f"python eval.py runs={out}" if tokenizer else "only with load_run, in Python: its tokenizer is none of ours"
     return f"wrote {out}: {type(theirs).__name__} as pos={c.pos['name']}; {compared}\nmeasure it: {way}"
 
 

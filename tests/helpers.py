@@ -44,13 +44,3 @@ def cached_logits(model: GPT, tokens: Tensor, chunks: list[int]) -> Tensor:
     logits = [model(part, cache=cache) for part in tokens.split(sizes, dim=1)]
     assert cache.length == tokens.shape[1]
     return torch.cat(logits, dim=1)
-
-
-def expect_error(main, capsys, *words) -> str:
-    """What a command of model/ says of bad words: one line, and nothing else."""
-    assert main([str(word) for word in words]) == 2
-    out, error = capsys.readouterr()
-    assert out == ""
-    assert error.startswith("error: ")
-    assert error.count("\n") == 1
-    return error

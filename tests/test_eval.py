@@ -143,7 +143,7 @@ def test_seeds_are_grouped_and_the_same_training_twice_is_no_second_seed(corpus,
     assert "0 against 0, 1 (not paired)" in capsys.readouterr().out
 
 
-def test_which_checkpoint_is_measured(two_runs, tmp_path):
+def test_which_checkpoint_is_measured(two_runs):
     found = [measure(f"runs={two_runs / 'rope'}", "lengths=[16]", f"checkpoint={step}")[0] for step in (2, 4, "null")]
     assert [result["checkpoint"] for result in found] == ["step_000002", "step_000004", "step_000004"]
     assert found[0]["rows"] != found[1]["rows"] == found[2]["rows"]

@@ -100,7 +100,7 @@ def test_training_stops_at_an_exact_match(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["copy", "majority", "mqar"])
-def test_decoded_and_teacher_forced_exact_match_agree(name, tmp_path):
+def test_decoded_and_teacher_forced_exact_match_agree(name):
     """On a model that is right now and then: answers decoded one by one with the cache, each fed back."""
     task = Task(name, train_max=8, test=[[4, 8]], strings=60)
     model = small_model({"name": "rope"}, torch.float32, vocab_size=task.vocab_size, train_length=task.train_length)

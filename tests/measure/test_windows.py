@@ -234,7 +234,7 @@ def test_the_loss_by_position_is_that_of_the_token_after_it(model):
         assert (row["nll"], row["scored"]) == (pytest.approx(sum(losses) / len(losses), abs=1e-9), len(losses))
 
 
-def test_documents_are_kept_whole_where_ten_are_long_enough(model):
+def test_documents_are_kept_whole_where_ten_are_long_enough():
     ten = [*range(0, 401, 40)]
     text = Text(np.arange(400) % 61, np.array(ten), np.ones(61), {})
     for lengths, documents, words in (

@@ -183,6 +183,6 @@ def test_a_state_file_cannot_run_code(tmp_path):
     assert not marker.exists()
 
 
-def test_a_config_cannot_name_a_class_to_import(tmp_path):
+def test_a_config_cannot_name_a_class_to_import():
     with pytest.raises(ValueError, match="known names are"):
         GPTConfig(vocab_size=61, pos={"name": "os.system"})

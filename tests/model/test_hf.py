@@ -184,7 +184,7 @@ def test_an_exported_run_comes_back_measures_the_same_and_is_trained_on(pos, tmp
     train = ["train.py", *TINY, *corpus]
     assert command(*shape, f"pos={pos}", f"hydra.run.dir={run}", script=train).returncode == 0
     export_run(run, tmp_path / "hf")
-    assert import_run(str(tmp_path / "hf"), back, run).endswith(f"measure it: python eval.py {back}")
+    assert import_run(str(tmp_path / "hf"), back, run).endswith(f"measure it: python eval.py runs={back}")
     rows = []
     for folder in (run, back):
         words = [f"runs=[{folder}]", "lengths=[16]", "max_targets=64", "wandb.mode=disabled", "device=cpu"]
