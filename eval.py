@@ -171,15 +171,9 @@ def evaluate_runs(config: DictConfig, ranks: runs.Ranks = runs.Ranks()) -> list[
     for text in {run.text.about["fingerprint"]: run.text for run in opened}.values():
         facts = (text.about["corpus"], scoring.pieces(text)[1], coverage(text.about))
         log.info("text     %s", ", ".join(filter(None, facts)))
-    lengths = ", ".join(map(str, scoring.lengths))
-    log.info(
-        "lengths  %s, %s windows: %s tokens to pass on %s in %s",
-        lengths,
-        config.protocol,
-        f"{total:,}",
-        device,
-        precision,
-    )
+    lengths, protocols = ", ".join(map(str, scoring.lengths)), " and ".join(scoring.protocols)
+    log.info("lengths  %s, %s windows", lengths, protocols)
+    log.info("cost     %s tokens to pass on %s in %s", f"{total:,}", device, precision)
     if config.max_targets is None and "sliding" in scoring.protocols and 4 * scoring.stride < max(scoring.lengths):
         log.info("hint     a larger stride= than %d is cheaper, or max_targets=65536", scoring.stride)
     for reason in skipped:

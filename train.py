@@ -146,7 +146,8 @@ class Trainer:
                     bar.set_postfix_str(f"loss {loss:.3f}, {rate:,.0f} tokens/s", refresh=False)
                     if counted == began + 1:
                         minutes, seconds = divmod(round((t.max_steps - self.step) * self.step_tokens / rate), 60)
-                        log.info("time     about %d min %d s of training on this machine", minutes, seconds)
+                        words = f"{minutes} min {seconds} s" if minutes else f"{seconds} s"
+                        log.info("time     about %s of training on this machine", words)
                 if checkpoint:
                     self._checkpoint()
                 self._stop_if_asked()

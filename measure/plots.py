@@ -178,6 +178,7 @@ def plot_attention(models: Sequence[Measurement]) -> Plot:
         image = axes.imshow(weights.reshape(-1, weights.shape[2]), norm=norm, aspect="auto")
         axes.figure.colorbar(image, ax=axes, label="mean attention weight")
         axes.set_xticks(range(len(edges) - 1), [str(edge) for edge in edges[:-1]], rotation=60)
+        axes.yaxis.get_major_locator().set_params(integer=True)
         axes.set(
             title=literal(model.label), xlabel="tokens back from the query, at least", ylabel="head, layer by layer"
         )

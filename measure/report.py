@@ -115,8 +115,8 @@ class Report:
         first = self.measurements[0].about
         models = [model for model in next(iter(self.protocols.values())) if not model.about.get("truncated")]
         text = ", ".join(filter(None, [first["corpus"], first["documents"], coverage(first)]))
-        of = f"{tables.WITHIN}: of the perplexity at the training length, in {first['protocol']} windows"
-        told = [f"{of}; {tables.INTERVAL}. Text: {text}; in {first.get('precision')}.", *self.notes]
+        of = f"{first['protocol']} windows; within {tables.WITHIN} of the perplexity at the training length"
+        told = [f"What: {of}; {tables.INTERVAL}; {first.get('precision')}. Text: {text}.", *self.notes]
         told += [f"left out: {reason}" for reason in self.skipped]
         parts = ["<h1>Length extrapolation</h1>\n<ul>", *(f"<li>{escape(tables.sentence(one))}</li>" for one in models)]
         parts += ["</ul>", *(f"<p>{escape(words)}</p>" for words in told), figures(curves)]
@@ -160,7 +160,7 @@ def coverage(about: dict) -> str:
     if "val_covered" not in about:
         return ""
     least = "at least " if about.get("val_covered_of_train", 1) < 1 else ""  # not all of the training text was read
-    return f"{least}{about['val_covered'] * 100:.1f} % of its bytes in the training text too"
+    return f"{least}{about['val_covered'] * 100:.1f} % of the text also occurs in the training text"
 
 
 def comparability(measurements: Sequence[Measurement]) -> list[str]:

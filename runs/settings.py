@@ -223,7 +223,8 @@ def check_settings(config: DictConfig, world_size: int = 1) -> GPTConfig:
     for key, (least, below) in LIMITS.items():
         value = OmegaConf.select(config, key)
         if value is not None and not least <= value < below:
-            raise ValueError(f"{key}={value}: must be a number of at least {least}, and below {below}")
+            end = "" if below == math.inf else f" and below {below}"
+            raise ValueError(f"{key}={value}: must be a finite number of at least {least}{end}")
     for key, values in CHOICES.items():
         if (value := OmegaConf.select(config, key)) not in values:
             raise ValueError(f"{key}={value!r}: use {', '.join(map(str, values))}")

@@ -302,7 +302,7 @@ def test_the_page_begins_with_a_sentence_a_model_and_ends_with_what_it_was_made_
 
 def test_the_page_says_how_much_validation_text_was_trained_on(tmp_path):
     Report([measurement(val_covered=0.1234, val_covered_of_train=0.5)]).write(tmp_path, html=True)
-    assert "at least 12.3 % of its bytes in the training text too" in (tmp_path / "report.html").read_text()
+    assert "at least 12.3 % of the text also occurs in the training text" in (tmp_path / "report.html").read_text()
 
 
 def test_what_cannot_be_compared_is_said():
