@@ -160,6 +160,7 @@ RESOLVERS = {  # the functions that the YAML files call by name; the only ones
     "machine": machine,
     "choices": lambda group: ", ".join(sorted(path.stem for path in (CONFIGS / group).glob("*.yaml"))),
     "by_preset": lambda cpu, gpu, *, _root_: {"cpu": cpu, "gpu": gpu}[_root_.get("preset") or machine()],
+    "by_scheme": lambda values, *, _root_: values.get(_root_.pos.name, values["other"]),
     "scheme": lambda *, _root_: scheme_name(_root_),
     "run_dir": run_dir,
     "run_subdir": lambda *run: os.path.relpath(run_dir(*run), "outputs"),
