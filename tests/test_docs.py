@@ -1,6 +1,8 @@
 """The commands, links and sizes of README.md and docs/: what a reader pastes exists."""
 
 import argparse
+import json
+import math
 import re
 import runpy
 import shlex
@@ -123,6 +125,57 @@ def test_the_commands_are_found():
         *commands
     }
     assert {module for _, module, _ in module_commands()} == {"model.rope", "model.convert", "model.hf"}
+
+
+# A comment before a table says which numbers of which file it shows: <!-- study/stdlib.json sliding perplexity -->
+TABLE = re.compile(r"<!-- (\S+\.json) (\w+) (\w+) -->\n\n((?:\|.*\n)+)")
+TABLES = [(page, *found) for page in PAGES for found in TABLE.findall(text_of(page))]
+
+
+def in_brackets(pair: dict | None, change, sign: str = "") -> str:
+    if pair is None:
+        return "–"
+    value, low, high = (change(pair[key]) for key in ("difference", "low", "high"))
+    places = max(0, 1 - math.floor(math.log10((high - low) / 2)))
+    return f"{value:{sign}.{places}f} [{low:.{places}f}, {high:.{places}f}]".replace("-", "−")
+
+
+def cell_of(group: dict, length: int, kind: str, paired: list[dict]) -> str:
+    row = next(row for row in group["rows"] if row["length"] == length)
+    if row["nll"] is None:
+        return "–"
+    if kind == "perplexity":
+        error = row["stderr"] * row["perplexity"]
+        places = max(0, 1 - math.floor(math.log10(error)))
+        return f"{row['perplexity']:.{places}f} ± {error:.{places}f}"
+    if kind == "ratio":
+        return in_brackets(row.get("against_train_length"), math.exp)
+    names = ("protocol", "model", "length")
+    wanted = (group["protocol"], group["model"], length)
+    return in_brackets(next((p for p in paired if tuple(p[key] for key in names) == wanted), None), float, "+")
+
+
+@pytest.mark.parametrize(("page", "path", "protocol", "kind", "table"), TABLES, ids=str)
+def test_tables_are_those_of_the_measurements_in_docs(page, path, protocol, kind, table):
+    found = json.loads((ROOT / "docs" / path).read_text(encoding="utf-8"))
+    groups = {
+        re.sub(r"^[a-z]+_|_\d+$", "", one["model"]): one for one in found["groups"] if one["protocol"] == protocol
+    }
+    head, _, *lines = ([cell.strip() for cell in line.strip("|\n").split("|")] for line in table.splitlines())
+    lengths = {at: int(name) for at, name in enumerate(head) if name.isdigit()}
+    assert len(lines) >= 3
+    assert len(lengths) >= 4
+    for line in lines:
+        group = groups[line[0].strip("`")]
+        assert [line[at] for at in lengths] == [cell_of(group, n, kind, found["paired"]) for n in lengths.values()]
+        if head[-1] == "usable":
+            usable = group["usable_length"]
+            assert re.findall(r"\d+", line[-1])[0] == f"{usable['value']:.0f}"
+
+
+def test_the_measurements_in_docs_are_shown():
+    paths = {str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").glob("study/*.json")}
+    assert paths <= {path for _, path, *_ in TABLES} | {"study/learning_rates.json"}
 
 
 def test_bash_reads_the_slurm_script():
