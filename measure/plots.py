@@ -19,6 +19,7 @@ from model.checkpoint import write_file
 COLOURS = {"rope": "#0072B2", "alibi": "#D55E00", "none": "#000000", "t5": "#009E73", "kerple": "#CC79A7"}
 COLOURS |= {"fire": "#E69F00", "sinusoidal": "#56B4E9", "learned": "#8C564B", "shaw": "#7B3FA0"}
 LINES = ("-", "--", "-.", (0, (6, 1, 1, 1, 1, 1)), (0, (8, 3)))  # variants of one scheme, one after the other
+MARKERS = "osDv^<>PX*"
 GREY = "#777777"
 BANDS = "Bands are ± one standard error; there are none where fewer than ten documents are scored."
 FAINTEST = 1e-6  # smaller mean attention weights get its colour
@@ -61,14 +62,15 @@ class Plot:
 
 
 def styles(models: Sequence[tuple[str, dict]]) -> dict[str, dict]:
-    """label -> colour, line and marker of a model's curves: a scheme's colour, another line for each variant of it.
+    """label -> colour, line and marker of a model's curves: a scheme's colour, another line and marker for each variant.
 
     models: label, and a dict with pos. A control (truncated: the model's own context cut short) is dotted.
     """
     looks, variants = {}, Counter()
     for label, about in dict(models).items():
         name = about["pos"]["name"]
-        line = (":", "") if about.get("truncated") else (LINES[variants[name] % len(LINES)], "o")
+        number = variants[name]
+        line = (":", "") if about.get("truncated") else (LINES[number % len(LINES)], MARKERS[number % len(MARKERS)])
         looks[label] = {"color": COLOURS.get(name, "#808000"), "linestyle": line[0], "marker": line[1]}
         variants[name] += line[1] != ""
     return looks
