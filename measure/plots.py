@@ -62,7 +62,7 @@ class Plot:
 
 
 def styles(models: Sequence[tuple[str, dict]]) -> dict[str, dict]:
-    """label -> colour, line and marker of a model's curves: a scheme's colour, another line and marker for each variant.
+    """label -> colour, line and marker of a model: a scheme's colour, another line and marker for each variant of it.
 
     models: label, and a dict with pos. A control (truncated: the model's own context cut short) is dotted.
     """
