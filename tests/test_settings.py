@@ -151,9 +151,9 @@ def test_the_experiments_are_the_documented_ones():
     swept = OmegaConf.load(CONFIGS / "experiment" / "train_short_test_long.yaml").hydra.sweeper.params
     assert set(swept.pos.split(",")) == set(SCHEMES)
     study = "experiment=train_short_test_long"
-    chosen = {pos: composed(study, f"pos={pos}").train.lr for pos in ("fire", "rope")}
-    assert chosen == {"fire": 8e-3, "rope": 4e-3}
-    assert composed(study, "pos=fire", "train.lr=1e-3").train.lr == 1e-3
+    chosen = {pos: composed(study, f"pos={pos}").train.pos_lr_ratio for pos in ("fire", "rope")}
+    assert chosen == {"fire": 10, "rope": 1}
+    assert composed(study, "pos=fire", "train.pos_lr_ratio=3").train.pos_lr_ratio == 3
     config = composed("experiment=press2021")
     assert default_lengths(config.model.train_length, config.val.multiples) == [512, 612, 712, 1012, 1512, 2512, 5512]
     assert (config.model.n_layer, config.model.n_head) == (12, 12)
