@@ -5,6 +5,7 @@ import os
 import re
 import shlex
 import uuid
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,14 @@ def wandb_identity(config: DictConfig, pos: str) -> dict:
     return {"name": config.name, "group": group, "tags": [*tags, *config.wandb.tags]}
 
 
+@cache
+def is_logged_in() -> bool:
+    """Asked once: after a run has begun, wandb warns at the question."""
+    import wandb
+
+    return wandb.login(prompt=False, verify=False)
+
+
 def start_wandb(
     settings: DictConfig, folder: Path, run_id: str, config: dict | None = None, job_type: str = "train", **init: Any
 ) -> Any:
@@ -43,8 +52,8 @@ def start_wandb(
     """
     import wandb  # takes over half a second
 
-    logged_in = wandb.login(prompt=False, verify=False)
     mode = os.environ.get("WANDB_MODE", "auto") if settings.mode == "auto" else settings.mode
+    logged_in = mode in ("auto", "online") and is_logged_in()
     if mode == "auto":
         mode = "online" if logged_in else "offline"
     # A run that ends waits for a server 60 seconds; what is not sent by then stays in wandb's folder.
