@@ -2,12 +2,13 @@
 
 import logging
 
+import pytest
 import wandb
 from omegaconf import OmegaConf
 
 from runs import read_run, start_wandb
 from runs.settings import scheme_name
-from runs.tracking import wandb_identity
+from runs.tracking import is_logged_in, wandb_identity
 from tests.trained import TINY, composed, metrics, records, run
 
 OFFLINE = [*TINY[:-1], "wandb.mode=offline"]
@@ -50,6 +51,13 @@ def test_an_offline_run_holds_every_row_and_a_resumed_run_keeps_its_id(corpus, t
     assert first == folder
     again = [row for row in rows(tmp_path / "run") if row["step"] > 4 or (row["step"] == 4 and "val/loss" in row)]
     assert history(second) == again
+
+
+@pytest.fixture(autouse=True)
+def ask_again():
+    is_logged_in.cache_clear()
+    yield
+    is_logged_in.cache_clear()
 
 
 def test_a_server_that_refuses_leaves_an_offline_run(tmp_path, monkeypatch, caplog):
