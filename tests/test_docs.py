@@ -173,6 +173,14 @@ def test_tables_are_those_of_the_measurements_in_docs(page, path, protocol, kind
             assert re.findall(r"\d+", line[-1])[0] == f"{usable['value']:.0f}"
 
 
+def test_the_learning_rates_are_those_measured():
+    runs = json.loads((ROOT / "docs/study/learning_rates.json").read_text(encoding="utf-8"))["runs"]
+    lines = [line.replace("**", "") for line in text_of("docs/study.md").splitlines()]
+    for one in runs:
+        rows = [line for line in lines if line.startswith(f"| `{one['pos']}` |")]
+        assert any(f" {one['nll']:.3f} |" in row for row in rows), one
+
+
 def test_the_measurements_in_docs_are_shown():
     paths = {str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").glob("study/*.json")}
     assert paths <= {path for _, path, *_ in TABLES} | {"study/learning_rates.json"}
