@@ -60,6 +60,7 @@ def ask_again():
     is_logged_in.cache_clear()
 
 
+@pytest.mark.slow
 def test_a_server_that_refuses_leaves_an_offline_run(tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("WANDB_MODE", "online")
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)

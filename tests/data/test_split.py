@@ -202,6 +202,7 @@ def test_a_corpus_that_cannot_be_split(tmp_path, documents, message):
     assert list((tmp_path / "cache").iterdir()) == []
 
 
+@pytest.mark.slow
 def test_stdlib_has_a_hundred_validation_documents_and_no_encodings(tmp_path):
     settings = yaml.safe_load((Path(__file__).parents[2] / "configs/data/stdlib.yaml").read_text())
     found = prepare(DataConfig(**settings, cache=str(tmp_path)), BYTES, silent)
