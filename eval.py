@@ -88,7 +88,8 @@ def open_run(folder: Path, step: int | None) -> Run:
     for key, value in asdict(config).items():
         if value != expected[key]:
             raise ValueError(f"{folder}: config.yaml says {key}={expected[key]}, its checkpoint {value}")
-    if not settings.task and step is None and 0 < step_of(path) < settings.train.max_steps:  # 0: from elsewhere
+    ends_early = settings.task is not None and settings.task.stop_at is not None
+    if step is None and 0 < step_of(path) < settings.train.max_steps and not ends_early:  # 0: from elsewhere
         log.warning("%s: step %d of %d, not trained to its end", folder, step_of(path), settings.train.max_steps)
     return Run(folder, settings, origin, path, config)
 

@@ -237,11 +237,11 @@ def check_settings(config: DictConfig, world_size: int = 1) -> GPTConfig:
         raise ValueError(f"train.batch_size={t.batch_size}: must be a multiple of {parts}")
     if task := task_of(config):
         config.model.train_length = task.train_length
-    described = OmegaConf.to_container(config)
-    described = {"vocab_size": vocab_size_of(config), "pos": described["pos"], "scaling": described["scaling"]}
-    described = GPTConfig.from_dict(OmegaConf.to_container(config.model), **described)
-    scheme = SCHEMES[described.pos["name"]]
-    if t.position_range > 1 and (scheme.biased or described.window or scheme is SCHEMES["learned"]):
+    plain = OmegaConf.to_container(config)
+    others = {"vocab_size": vocab_size_of(config), "pos": plain["pos"], "scaling": plain["scaling"]}
+    model = GPTConfig.from_dict(plain["model"], **others)
+    scheme = SCHEMES[model.pos["name"]]
+    if t.position_range > 1 and (scheme.biased or model.window or scheme is SCHEMES["learned"]):
         needs = "positions in a row, within the training length"
         raise ValueError(f"train.position_range={t.position_range}: pos={config.pos.name} needs {needs}; use 1")
-    return described
+    return model
