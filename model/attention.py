@@ -32,24 +32,26 @@ class View(NamedTuple):
         With sinks (1 or B, H, Tq, 1 + Tk): the first column is theirs, for a key of zeros before the others. block:
         where its queries begin, to share the bias with other layers; None: not to be shared.
         """
-        key = self.scheme, self.window, block
-        share = self.shared is not None and block is not None and not self.scheme.bias_sees_queries
-        if share and key in self.shared:
-            bias = self.shared[key]
+        if self.shared is None or block is None or self.scheme.bias_sees_queries:
+            bias = self._masked_bias(q, positions, key_positions)
         else:
-            hidden = key_positions > positions[:, None]
-            if self.window is not None:
-                hidden = hidden | (key_positions <= positions[:, None] - self.window)
-            scheme = self.scheme
-            bias = scheme.bias(q, positions, key_positions) if scheme.biased else q.new_zeros((1, *hidden.shape))
-            bias = bias.to(q.dtype).masked_fill(hidden, -math.inf)
-            bias = bias if bias.ndim == 4 else bias[None]
-            if share:
-                self.shared[key] = bias
+            key = self.scheme, self.window, block
+            if key not in self.shared:
+                self.shared[key] = self._masked_bias(q, positions, key_positions)
+            bias = self.shared[key]
         if self.sinks is None:
             return bias
         sinks = self.sinks.to(q.dtype)[None, :, None, None].expand(len(bias), -1, len(positions), 1)
         return torch.cat((sinks, bias.expand(-1, q.shape[1], -1, -1)), dim=-1)
+
+    def _masked_bias(self, q: Tensor, positions: Tensor, key_positions: Tensor) -> Tensor:
+        hidden = key_positions > positions[:, None]
+        if self.window is not None:
+            hidden = hidden | (key_positions <= positions[:, None] - self.window)
+        scheme = self.scheme
+        bias = scheme.bias(q, positions, key_positions) if scheme.biased else q.new_zeros((1, *hidden.shape))
+        bias = bias.to(q.dtype).masked_fill(hidden, -math.inf)
+        return bias if bias.ndim == 4 else bias[None]
 
 
 def attention_weights(
