@@ -1,6 +1,7 @@
 """The attention functions: blocks of queries, and linear attention against its definition."""
 
 import math
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -81,20 +82,19 @@ print(peak() - before)
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the peak from Linux's /proc")
-def test_a_long_pass_with_a_bias_needs_no_more_than_twice_ropes_memory():
+def test_a_long_pass_with_a_bias_needs_little_more_memory_than_ropes():
     """At 12 heads and 8,192 tokens one whole bias would be 3.2 GB."""
-    repository = Path(__file__).parents[2]
+    # glibc keeps freed blocks for later, more or fewer by chance, unless they are large; so every block counts as large.
+    how = {"cwd": Path(__file__).parents[2], "env": os.environ | {"MALLOC_MMAP_THRESHOLD_": "1000000"}}
 
     def peak(pos):
-        done = subprocess.run(
-            [sys.executable, "-c", PEAK, pos], cwd=repository, capture_output=True, text=True, check=True, timeout=200
-        )
-        return int(done.stdout)
+        command = [sys.executable, "-c", PEAK, pos]
+        return int(subprocess.run(command, capture_output=True, text=True, check=True, timeout=200, **how).stdout)
 
     rope = peak("rope")
     for pos in BIASED:
         if len(pos) == 1:
-            assert peak(pos["name"]) < 2 * rope, pos
+            assert peak(pos["name"]) < 1.5 * rope, pos
 
 
 def linear_by_hand(q, k, v, angles):
