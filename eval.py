@@ -144,7 +144,7 @@ def scoring_of(config: DictConfig, opened: list[Run]) -> Scoring:
     lengths = sorted({*lengths, *(n for n in trained if lengths and least <= n <= max(lengths))})
     stride = config.stride or default_stride(min(trained), lengths)
     protocols = PROTOCOLS if config.protocol == "both" else (config.protocol,)
-    return Scoring(tuple(lengths), protocols, stride, config.max_targets, config.documents, config.by_position)
+    return Scoring(tuple(lengths), protocols, stride, config.max_windows, config.documents, config.by_position)
 
 
 def evaluate_runs(config: DictConfig, ranks: runs.Ranks = runs.Ranks()) -> list[dict]:  # noqa: B008 (it is frozen)
@@ -175,8 +175,8 @@ def evaluate_runs(config: DictConfig, ranks: runs.Ranks = runs.Ranks()) -> list[
     lengths, protocols = ", ".join(map(str, scoring.lengths)), " and ".join(scoring.protocols)
     log.info("lengths  %s, %s windows", lengths, protocols)
     log.info("cost     %s tokens to pass on %s in %s", f"{total:,}", device, precision)
-    if config.max_targets is None and "sliding" in scoring.protocols and 4 * scoring.stride < max(scoring.lengths):
-        log.info("hint     a larger stride= than %d is cheaper, or max_targets=65536", scoring.stride)
+    if config.max_windows is None and "sliding" in scoring.protocols and 4 * scoring.stride < max(scoring.lengths):
+        log.info("hint     a larger stride= than %d is cheaper, or max_windows=256", scoring.stride)
     for reason in skipped:
         log.info("left out %s", reason)
 
@@ -229,7 +229,7 @@ def evaluate_tasks(
 ) -> list[dict]:
     """Runs of data=task: exact match on the test strings of each run's own task, in the precision of its training."""
     defaults = OmegaConf.load(runs.CONFIGS / "eval.yaml")
-    of_text = ("lengths", "protocol", "stride", "max_targets", "documents", "truncated", *PROBES, "reference")
+    of_text = ("lengths", "protocol", "stride", "max_windows", "documents", "truncated", *PROBES, "reference")
     given = [f"runs=[{run.settings.name}]" for run in opened if not run.settings.task]
     given += [f"{key}={config[key]}" for key in of_text if config[key] != defaults[key]]
     if given:

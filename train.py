@@ -97,7 +97,7 @@ class Trainer:
             raise ValueError(f"model.train_length={train_length}: a window and its target do not fit into {found}")
         lengths = [n for n in default_lengths(train_length, [1, *val.multiples]) if n < len(files.val)]
         stride = val.stride or default_stride(train_length, lengths)
-        self.scoring = Scoring(tuple(lengths), stride=stride, max_targets=val.max_targets)
+        self.scoring = Scoring(tuple(lengths), stride=stride, max_windows=val.max_windows)
         self.scoring.pieces(self.text)  # refuses what does not fit the text
         return files
 

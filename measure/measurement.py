@@ -42,7 +42,7 @@ class Scoring:
     lengths: tuple[int, ...]
     protocols: tuple[str, ...] = ("sliding",)
     stride: int = 64
-    max_targets: int | None = None
+    max_windows: int | None = None
     documents: str | None = None
     by_position: bool = False
 
@@ -72,7 +72,7 @@ class Scoring:
         if longest >= n_tokens:
             way_out = f"the {n_tokens} tokens of the text; use shorter lengths or more text"
             raise ValueError(f"lengths={longest}: a window of {longest} and its target do not fit into {way_out}")
-        check_whole("max_targets", self.max_targets, optional=True)
+        check_whole("max_windows", self.max_windows, optional=True)
         check_whole("stride", self.stride)
         if "sliding" in self.protocols and self.stride > shortest:
             raise ValueError(f"stride={self.stride}: must be no larger than the shortest length, {shortest}")
@@ -82,11 +82,11 @@ class Scoring:
         pieces, _ = self.pieces(text)
         fitting, longest = [n for n in self.lengths if n <= (scheme.max_length or n)], max(self.lengths)
         parts = {
-            protocol: [cut(pieces, length, longest, protocol, self.stride, self.max_targets) for length in fitting]
+            protocol: [cut(pieces, length, longest, protocol, self.stride, self.max_windows) for length in fitting]
             for protocol in self.protocols
         }
         if self.by_position and fitting:
-            parts["by_position"] = cut_by_position(pieces, widening_edges(max(fitting)), self.max_targets)
+            parts["by_position"] = cut_by_position(pieces, widening_edges(max(fitting)), self.max_windows)
         return {name: [w.split(text.offsets) for w in windows] for name, windows in parts.items()}
 
     def cost(self, text: Text, scheme: PositionScheme) -> int:
@@ -247,7 +247,7 @@ def measure(
     losses = iter(score(model, text.tokens, every, progress=progress, ranks=ranks))
     sums = {name: [w.sums(next(losses), offsets) for w in part] for name, part in parts.items()}
     about = {"key": about["run"], "seed": 0, **about, **text.about, "documents": scoring.pieces(text)[1]}
-    about |= {"pos": c.pos, "scaling": c.scaling, "train_length": c.train_length, "max_targets": scoring.max_targets}
+    about |= {"pos": c.pos, "scaling": c.scaling, "train_length": c.train_length, "max_windows": scoring.max_windows}
     positions, found = parts.pop("by_position", []), []
     edges = pairwise(widening_edges(positions[0].length)) if positions else []
     bins = [
@@ -270,7 +270,7 @@ def evaluate_lengths(
     lengths: Sequence[int],
     protocol: str = "sliding",
     stride: int = 64,
-    max_targets: int | None = None,
+    max_windows: int | None = None,
     bytes_per_token: np.ndarray | None = None,
     batch_tokens: int = BATCH_TOKENS,
     progress: bool = False,
@@ -279,9 +279,10 @@ def evaluate_lengths(
     """Mean loss of a text at each context length. Runs under whatever autocast is on; dropout is off.
 
     tokens: integers, 1-D. stride: sliding only, targets scored a window, each with length - stride + 1 to length tokens
-    of context. max_targets: score at most that many, spread over the text. bytes_per_token: (vocab_size,), for
-    bits_per_byte. batch_tokens changes speed and memory, not results. documents: integers (documents + 1,), where each
-    begins, and the end: no window crosses a border, and only documents that hold the longest window are scored.
+    of context. max_windows: of the longest length at most so many, spread over the text. bytes_per_token:
+    (vocab_size,), for bits_per_byte. batch_tokens changes speed and memory, not results. documents: integers
+    (documents + 1,), where each begins, and the end: no window crosses a border, and only documents that hold the
+    longest window are scored.
 
     Returns one dict a length: length; nll, nats a token, the sum of all losses over their count; perplexity; stderr and
     the 95 % interval from low to high of nll, over windows or, where given, documents, None for a single one; scored,
@@ -296,7 +297,7 @@ def evaluate_lengths(
     if len(offsets) < 2 or (np.diff(offsets) <= 0).any() or offsets[0] < 0 or offsets[-1] > len(tokens):
         raise ValueError(f"documents must be growing offsets, (documents + 1,), from 0 to {len(tokens)} at most")
     text, within = Text(tokens, offsets, sizes, {}), "across" if documents is None else "within"
-    scoring = Scoring(tuple(np.asarray(lengths).tolist()), (protocol,), stride, max_targets, within)
+    scoring = Scoring(tuple(np.asarray(lengths).tolist()), (protocol,), stride, max_windows, within)
     windows = scoring.windows(text, model.pos)[protocol]
     with token_bar(scoring.cost(text, model.pos), progress) as bar:
         losses = score(model, tokens, windows, batch_tokens, bar.update)

@@ -12,7 +12,6 @@ import numpy as np
 
 PROTOCOLS = ("sliding", "nonoverlapping")
 MULTIPLES = (1, 1.25, 1.5, 2, 4)  # of the training length: the lengths that are measured by default
-PLACES = 32  # a cap on the scored tokens keeps windows at so many places of the text, neighbours together
 
 
 def default_lengths(train_length: int, multiples: Sequence[float] = MULTIPLES) -> list[int]:
@@ -69,17 +68,18 @@ def stretches(n_tokens: int, longest: int, documents: np.ndarray | None = None) 
 
 
 def cut(
-    pieces: np.ndarray, length: int, longest: int, protocol: str, stride: int, max_targets: int | None = None
+    pieces: np.ndarray, length: int, longest: int, protocol: str, stride: int, max_windows: int | None = None
 ) -> Windows:
     """The windows of one length. Whatever the length, the same tokens are scored.
 
     nonoverlapping: windows of `length` side by side, the last one of a piece what is left; all tokens but the first of
     each piece are scored. sliding: the targets are cut into blocks of `stride` from the first in each piece that has a
-    full context at the longest length; a window of `length` inputs ends with its block. max_targets keeps at most that
-    many (one window at least) spread over the text: blocks of sliding windows, or stretches of longest windows.
+    full context at the longest length; a window of `length` inputs ends with its block. max_windows keeps at most so
+    many windows of the longest length, spread evenly, and of shorter windows those that score the same tokens.
     """
-    if max_targets is not None and protocol == "nonoverlapping":
-        pieces = _thinned(pieces, longest, max_targets)
+    if max_windows is not None and protocol == "nonoverlapping":
+        windows = cut(pieces, longest, longest, protocol, stride)
+        pieces = _spread(windows.spans[windows.counts == longest], max_windows)[:, [0, 2]]
     parts = []
     for begin, end in pieces.tolist():
         if protocol == "nonoverlapping":
@@ -91,28 +91,15 @@ def cut(
             starts = ends - 1 - length
         parts.append(np.stack((starts, firsts, ends), axis=1))
     spans = np.concatenate(parts)
-    if max_targets is not None and protocol == "sliding":
-        spans = spans[_spread(len(spans), max(1, max_targets // stride))]
+    if max_windows is not None and protocol == "sliding":
+        spans = _spread(spans, max_windows)
     return Windows(length, spans)
 
 
-def _thinned(pieces: np.ndarray, longest: int, max_targets: int) -> np.ndarray:
-    """Stretches of whole windows of the longest length with at most max_targets targets, one window at least."""
-    windows = cut(pieces, longest, longest, "nonoverlapping", longest)
-    spans = windows.spans[windows.counts == longest]
-    kept = spans[_spread(len(spans), max(1, max_targets // longest))]
-    border = kept[1:, 0] != kept[:-1, 2] - 1  # else the next window goes on where this one ends
-    return np.stack((kept[np.r_[True, border], 0], kept[np.r_[border, True], 2]), axis=1)
-
-
-def _spread(n: int, keep: int) -> np.ndarray:
-    """Indices of at most `keep` of n windows: runs of neighbours at PLACES places, the first and last included."""
-    if keep >= n:
-        return np.arange(n)
-    places = min(PLACES, keep)
-    run = keep // places
-    starts = np.arange(places) * (n - run) // max(1, places - 1)
-    return (starts[:, None] + np.arange(run)).ravel()
+def _spread(spans: np.ndarray, keep: int) -> np.ndarray:
+    """At most `keep` of the spans, evenly from the first to the last."""
+    n = len(spans)
+    return spans if keep >= n else spans[np.arange(keep) * (n - 1) // max(1, keep - 1)]
 
 
 def widening_edges(length: int) -> list[int]:
@@ -121,13 +108,13 @@ def widening_edges(length: int) -> list[int]:
     return [edge for edge in sorted({0, 1, *powers, *(3 * power // 2 for power in powers)}) if edge < length] + [length]
 
 
-def cut_by_position(pieces: np.ndarray, edges: Sequence[int], max_targets: int | None = None) -> list[Windows]:
+def cut_by_position(pieces: np.ndarray, edges: Sequence[int], max_windows: int | None = None) -> list[Windows]:
     """The full windows of edges[-1] tokens side by side, once for each bin of positions: the targets in that bin only.
 
     Position p is a window's (p + 1)th input; what is scored there is the token after it.
     """
     length = edges[-1]
-    windows = cut(pieces, length, length, "nonoverlapping", length, max_targets)
+    windows = cut(pieces, length, length, "nonoverlapping", length, max_windows)
     starts = windows.spans[windows.counts == length, :1]
     return [
         Windows(length, np.concatenate((starts, starts + 1 + low, starts + 1 + high), axis=1))

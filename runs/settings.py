@@ -26,7 +26,7 @@ CONFIGS = Path(__file__).parents[1] / "configs"
 
 COUNTS = ("max_steps", "batch_size", "micro_batch_size", "eval_every", "checkpoint_every", "log_every", "keep")
 LIMITS = {"seed": (0, 2**63), "train.warmup_steps": (0, math.inf)}  # a number's least, and what it must be below
-LIMITS |= dict.fromkeys([*(f"train.{key}" for key in COUNTS), "val.stride", "val.max_targets"], (1, math.inf))
+LIMITS |= dict.fromkeys([*(f"train.{key}" for key in COUNTS), "val.stride", "val.max_windows"], (1, math.inf))
 LIMITS |= dict.fromkeys(("train.lr", "train.pos_lr_ratio", "train.grad_clip", "train.peak_flops"), (1e-30, math.inf))
 LIMITS |= dict.fromkeys(("train.weight_decay", "train.min_lr_ratio"), (0, math.inf))
 LIMITS |= dict.fromkeys(("train.beta1", "train.beta2"), (0, 1))
@@ -70,7 +70,7 @@ class TrainSettings:
 class ValSettings:
     multiples: list[float] = MISSING
     stride: int | None = None
-    max_targets: int | None = None
+    max_windows: int | None = None
 
 
 @dataclass
@@ -111,7 +111,7 @@ EVAL_TYPES = {  # of eval.py's settings; configs/eval.yaml has the values and sa
     str | None: ("documents", "reference", "out", "cache"),
     bool: ("by_position", "truncated", "recall", "shift", "attention"),
     int: ("tokens", "seed"),
-    int | None: ("checkpoint", "stride", "max_targets", "top_k"),
+    int | None: ("checkpoint", "stride", "max_windows", "top_k"),
     float: ("temperature",),
     float | None: ("top_p",),
     list[int] | None: ("lengths",),

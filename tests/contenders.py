@@ -112,8 +112,8 @@ def sweep(words: dict, device: torch.device):
     lengths, stride, targets = [256, 320, 384, 512, 1024, 2048], 128, 8192
 
     def measured() -> None:
-        for protocol in ("sliding", "nonoverlapping"):
-            evaluate_lengths(model, text, lengths, protocol=protocol, stride=stride, max_targets=targets)
+        for protocol, scored in (("sliding", stride), ("nonoverlapping", max(lengths))):
+            evaluate_lengths(model, text, lengths, protocol, stride, max_windows=targets // scored)
 
     @torch.inference_mode()
     def passes() -> None:

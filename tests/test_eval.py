@@ -19,7 +19,7 @@ def test_evaluation_takes_the_latest_run_and_agrees_with_training(corpus, tmp_pa
         run(tmp_path / pos, *TINY, *corpus, f"pos={pos}")
     trained = json.loads((tmp_path / "rope" / "extrapolation.json").read_text())
     capsys.readouterr()
-    (result,) = measure(f"root={tmp_path}", "max_targets=64", "precision=fp32")
+    (result,) = measure(f"root={tmp_path}", "max_windows=8", "precision=fp32")
     assert result["pos"]["name"] == "rope"
     assert result["rows"] == trained["rows"]
     lines = capsys.readouterr().out.splitlines()
@@ -78,7 +78,7 @@ def test_evaluation_on_other_data_says_so(two_runs, tmp_path, caplog):
         (["lengths=[100000]"], "do not fit into"),
         (["stride=17"], "stride=17"),
         (["protocol=slide"], "sliding, nonoverlapping or both"),
-        (["max_targets=0"], "max_targets=0"),
+        (["max_windows=0"], "max_windows=0"),
         (["documents=within", "lengths=[16,200]"], "no document holds a window of 200 .*the longest has"),
         (["scalings=[yarm]"], "scaling='yarm': known names are none, linear"),
         (["scalings=[none]", "scaling=yarn"], "without scaling="),

@@ -14,7 +14,7 @@ TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 def test_three_processes_measure_as_one(two_runs, tmp_path):
     settings = [
         f"runs=[{two_runs / 'learned'},{two_runs / 'rope'}]", "scalings=[null,dynamic]", "protocol=both",
-        "lengths=[16,20,64]", "max_targets=null", "recall=true", "device=cpu", "precision=fp32", "wandb.mode=disabled",
+        "lengths=[16,20,64]", "max_windows=null", "recall=true", "device=cpu", "precision=fp32", "wandb.mode=disabled",
     ]  # fmt: skip
     for name, launcher in (("one", (sys.executable,)), ("three", (*TORCHRUN, "3"))):
         done = command("eval.py", *settings, f"out={tmp_path / name}", cwd=tmp_path, launcher=launcher)

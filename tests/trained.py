@@ -23,7 +23,7 @@ ALONE = Ranks()
 TINY = [
     "preset=cpu", "data=files", "model.n_layer=1", "model.n_head=2", "model.head_dim=8", "model.train_length=16",
     "train.batch_size=4", "train.max_steps=4", "train.warmup_steps=2", "train.eval_every=4", "train.checkpoint_every=2",
-    "train.log_every=1", "train.lr=2e-3", "val.max_targets=64", "precision=fp32", "device=cpu", "wandb.mode=disabled",
+    "train.log_every=1", "train.lr=2e-3", "val.max_windows=8", "precision=fp32", "device=cpu", "wandb.mode=disabled",
 ]  # fmt: skip
 
 

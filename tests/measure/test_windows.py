@@ -89,22 +89,20 @@ def test_results_do_not_depend_on_batches_dtypes_or_the_kind_of_array(model, pro
             assert row["stderr"] == pytest.approx(wanted["stderr"], abs=1e-12)
 
 
-@pytest.mark.parametrize("protocol", ["nonoverlapping", "sliding"])
-@pytest.mark.parametrize("cap", [4, 80, 400, 5000])
-def test_a_cap_keeps_targets_spread_over_the_text_and_the_same_at_all_lengths(protocol, cap):
+@pytest.mark.parametrize(("protocol", "block"), [("nonoverlapping", 24), ("sliding", 4)])
+@pytest.mark.parametrize("cap", [1, 2, 20, 5000])
+def test_a_cap_keeps_windows_spread_over_the_text_and_the_same_targets_at_all_lengths(protocol, block, cap):
     pieces = np.array([[0, 30], [40, 300], [300, 1000]])
     scored = {}
     for length in LENGTHS:
-        everything = cut(pieces, length, max(LENGTHS), protocol, 4)
-        capped = cut(pieces, length, max(LENGTHS), protocol, 4, cap)
+        everything, capped = (cut(pieces, length, max(LENGTHS), protocol, 4, most) for most in (None, cap))
         targets = [t for _, first, end in capped.spans.tolist() for t in range(first, end)]
         assert len(set(targets)) == len(targets)
         all_targets = {t for _, first, end in everything.spans.tolist() for t in range(first, end)}
         assert set(targets) <= all_targets
-        block = max(LENGTHS) if protocol == "nonoverlapping" else 4
-        assert min(0.5 * cap, len(all_targets) - 3 * block) <= len(targets) <= max(cap, block) or cap < block
-        if len(targets) > block:  # from the first to the last, or the last whole window
-            assert min(targets) == min(all_targets)
+        assert min(cap * block, len(all_targets) - 3 * block) - block < len(targets) <= cap * block
+        assert min(targets) == min(all_targets)
+        if cap > 1:  # up to the last, or the last whole window
             assert max(targets) > max(all_targets) - block
         for start, first, end in capped.spans.tolist():
             assert end - 1 - start <= length
@@ -114,11 +112,11 @@ def test_a_cap_keeps_targets_spread_over_the_text_and_the_same_at_all_lengths(pr
     assert scored[8] == scored[10] == scored[24]
 
 
-def test_a_cap_leaves_windows_as_they_are_within_what_it_keeps():
-    """Of 100 windows of 24 the 4 kept are in 4 places; shorter windows are cut inside each, from its beginning."""
-    whole = stretches(2401, 24)
-    assert cut(whole, 24, 24, "nonoverlapping", 1, 96).spans[:, 0].tolist() == [0, 33 * 24, 66 * 24, 99 * 24]
-    assert cut(whole, 10, 24, "nonoverlapping", 1, 24).spans.tolist() == [[0, 1, 11], [10, 11, 21], [20, 21, 25]]
+def test_capped_windows_are_evenly_spread_and_shorter_ones_begin_with_them():
+    whole = stretches(2401, 24)  # 100 windows of 24
+    assert cut(whole, 24, 24, "nonoverlapping", 1, 4).spans[:, 0].tolist() == [0, 33 * 24, 66 * 24, 99 * 24]
+    assert cut(whole, 10, 24, "nonoverlapping", 1, 1).spans.tolist() == [[0, 1, 11], [10, 11, 21], [20, 21, 25]]
+    assert cut(whole, 10, 24, "sliding", 8, 3).spans.tolist() == [[14, 17, 25], [1198, 1201, 1209], [2390, 2393, 2401]]
 
 
 def test_learned_positions_end_with_their_table():
@@ -160,9 +158,9 @@ def test_evaluation_leaves_the_model_as_it_was():
         ({"stride": 0}, "stride=0"),
         ({"stride": 9}, "stride=9.* 8"),
         ({"stride": 2.5}, r"stride=2\.5"),
-        ({"max_targets": 2.5}, r"max_targets=2\.5"),
+        ({"max_windows": 2.5}, r"max_windows=2\.5"),
         ({"bytes_per_token": np.ones(60, dtype=np.int64)}, "60 entries for 61 ids"),
-        ({"max_targets": 0}, "max_targets=0"),
+        ({"max_windows": 0}, "max_windows=0"),
         ({"tokens": torch.zeros((2, 50), dtype=torch.int64)}, "one dimension"),
         ({"tokens": torch.zeros(50)}, "integers"),
         ({"tokens": torch.full((50,), 61)}, "token id 61"),

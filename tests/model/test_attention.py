@@ -84,7 +84,7 @@ print(peak() - before)
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the peak from Linux's /proc")
 def test_a_long_pass_with_a_bias_needs_little_more_memory_than_ropes():
     """At 12 heads and 8,192 tokens one whole bias would be 3.2 GB."""
-    # glibc keeps freed blocks for later, more or fewer by chance, unless they are large; so every block counts as large.
+    # glibc keeps freed blocks, more or fewer by chance, unless they are large; so every block counts as large.
     how = {"cwd": Path(__file__).parents[2], "env": os.environ | {"MALLOC_MMAP_THRESHOLD_": "1000000"}}
 
     def peak(pos):

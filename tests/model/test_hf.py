@@ -31,7 +31,7 @@ TEXTS = [
 ]
 TINY = [
     "preset=cpu", "data=files", "train.batch_size=4", "train.max_steps=4", "train.warmup_steps=2",
-    "train.eval_every=4", "train.checkpoint_every=4", "val.max_targets=64", "precision=fp32", "device=cpu",
+    "train.eval_every=4", "train.checkpoint_every=4", "val.max_windows=8", "precision=fp32", "device=cpu",
     "wandb.mode=disabled",
 ]  # fmt: skip
 
@@ -187,7 +187,7 @@ def test_an_exported_run_comes_back_measures_the_same_and_is_trained_on(pos, tmp
     assert import_run(str(tmp_path / "hf"), back, run).endswith(f"measure it: python eval.py runs={back}")
     rows = []
     for folder in (run, back):
-        words = [f"runs=[{folder}]", "lengths=[16]", "max_targets=64", "wandb.mode=disabled", "device=cpu"]
+        words = [f"runs=[{folder}]", "lengths=[16]", "max_windows=8", "wandb.mode=disabled", "device=cpu"]
         words += [corpus[1].removeprefix("data.")]
         done = command(*words, script=["eval.py"])
         assert done.returncode == 0, done.stderr
