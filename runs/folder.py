@@ -24,7 +24,7 @@ from runs.settings import TrainConfig, checked
 
 log = logging.getLogger("ropewalk")
 PACKAGES = ("torch", "numpy", "tiktoken", "datasets", "hydra-core", "wandb", "safetensors")
-FORMER = ("repeat", "trust", "init_table", "profile", "flex_attention", "skip_bad_steps")  # settings of older runs
+FORMER = ("repeat", "trust", "init_table", "profile", "flex_attention", "skip_bad_steps", "max_targets")  # of older runs
 # What may change when a run is resumed; all else is as its config.yaml says.
 RESUMABLE = ("resume", "device", "wandb.mode", "sharding", "data.cache")
 RESUMABLE += ("train.max_steps", "train.eval_every", "train.checkpoint_every", "train.keep")
@@ -58,7 +58,8 @@ def read_run(run: Path) -> tuple[DictConfig, dict]:
         provenance = plain.pop("provenance")
         if "${" in json.dumps(plain):  # the settings that train.py writes are resolved
             raise ValueError("it holds interpolations")
-        for block in (plain, plain["train"]):
+        plain["val"].setdefault("max_windows", 64)
+        for block in (plain, plain["train"], plain["val"]):
             for key in FORMER:
                 block.pop(key, None)
         return checked(OmegaConf.create(plain), TrainConfig), provenance
