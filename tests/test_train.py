@@ -3,6 +3,7 @@
 import json
 import logging
 import math
+import re
 from types import SimpleNamespace
 
 import pytest
