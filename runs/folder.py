@@ -24,7 +24,7 @@ from runs.settings import TrainConfig, checked
 
 log = logging.getLogger("ropewalk")
 PACKAGES = ("torch", "numpy", "tiktoken", "datasets", "hydra-core", "wandb", "safetensors")
-FORMER = ("repeat", "trust", "init_table", "profile", "flex_attention", "skip_bad_steps", "max_targets")  # of older runs
+FORMER = ("max_targets", "repeat", "trust", "init_table", "profile", "flex_attention", "skip_bad_steps")  # settings
 # What may change when a run is resumed; all else is as its config.yaml says.
 RESUMABLE = ("resume", "device", "wandb.mode", "sharding", "data.cache")
 RESUMABLE += ("train.max_steps", "train.eval_every", "train.checkpoint_every", "train.keep")
