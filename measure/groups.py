@@ -13,6 +13,8 @@ from measure.statistics import standard_error
 from model.registry import lookup
 from model.scaling import SCALINGS
 
+SEED = r"[_\- ]*seed[_\-= ]*\d+"  # in a run's name
+
 
 def labels_of(runs: Sequence[dict]) -> dict[str, str]:
     """A label for each key: the run's name, without its seed where several names share the key; with the folder where
@@ -21,7 +23,7 @@ def labels_of(runs: Sequence[dict]) -> dict[str, str]:
     for one in runs:
         if one["key"] not in labels:
             several = len({other["run"] for other in runs if other["key"] == one["key"]}) > 1
-            label = (several and re.sub(r"[_\- ]*seed[_\-= ]*\d+", "", one["run"])) or one["run"]
+            label = (several and re.sub(SEED, "", one["run"])) or one["run"]
             labels[one["key"]] = f"{label} ({one.get('folder')})" if label in labels.values() else label
     return labels
 
@@ -77,6 +79,8 @@ def seedless(settings: dict) -> str:
     """What must be equal for two runs to be seeds of one configuration; settings: a run's, as plain values."""
     left_out = {"seed", "name", "wandb", "device", "resume", "sharding", "preset", "val"}
     kept = {key: value for key, value in settings.items() if key not in left_out}
+    # Each seed may start from its own: their folders differ in the seed, and in the time before their names.
+    kept["init_from"] = re.sub(rf"{SEED}|\d{{4}}-\d\d-\d\d_\d\d-\d\d-\d\d_", "", str(settings.get("init_from")))
     kept["data"] = {key: value for key, value in settings["data"].items() if key != "cache"}
     said_only = ("eval_every", "checkpoint_every", "log_every", "keep")
     kept["train"] = {key: value for key, value in settings["train"].items() if key not in said_only}

@@ -167,6 +167,10 @@ def test_seeds_of_one_model_differ_in_nothing_else():
     assert seedless(base) == seedless({**same, "train": {"lr": 1.0, "eval_every": 7, "keep": 9}})
     for change in ({"train": {"lr": 2.0}}, {"pos": {"name": "alibi"}}, {"init_from": "outputs/a"}):
         assert seedless(base) != seedless({**base, **change})
+    # Seeds that were started from seeds, by their default folders; and from other runs.
+    starts = ("outputs/2026-11-30_12-45-01_a_seed{}", "outputs/2026-11-29_09-00-59_a_seed{}", "outputs/b_seed{}")
+    a, a_too, b = (seedless({**base, "init_from": start.format(i)}) for i, start in enumerate(starts))
+    assert a == a_too != b
 
 
 class WandbRun:
