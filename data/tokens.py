@@ -5,7 +5,6 @@ and `val.offsets` (int64: where each document begins, and the end) and `tokens.j
 filled under a temporary name and renamed.
 """
 
-import codecs
 import hashlib
 import json
 import os
@@ -25,10 +24,10 @@ from data.bins import read_ids
 from data.corpora import DataConfig, files_of
 from data.overlap import measure_overlap
 from data.split import SPLITS, Piece, split_corpus
-from data.tokenizers import Tokenizer, parts
+from data.tokenizers import Tokenizer
 
 FORMAT = 3
-BLOCK = 1 << 20  # bytes of text read at once
+BATCH = 256  # documents tokenised at once
 
 
 @dataclass(frozen=True)
@@ -140,22 +139,10 @@ def _write_ids(folder: Path, blocks: Iterable[tuple[str, np.ndarray]], tokenizer
 
 
 def _encode(spool: Path, pieces: list[Piece], tokenizer: Tokenizer) -> Iterator[tuple[str, np.ndarray]]:
-    """The ids of the pieces, in order, an end after each; made of many parts of text at a time, on all cores."""
-    found = _parts(spool, pieces)
-    while batch := list(islice(found, 512)):
-        encoded = tokenizer.encode_to_arrays([text or "" for _, text in batch])
-        for (split, text), ids in zip(batch, encoded, strict=True):
-            yield split, np.array([tokenizer.end_of_document]) if text is None else ids
-
-
-def _parts(spool: Path, pieces: list[Piece]) -> Iterator[tuple[str, str | None]]:
-    """The text of the pieces in parts, each with its split; None after each piece."""
+    """The ids of the pieces, in order, an end after each; of many pieces at a time, on all cores."""
     with open(spool, "rb") as file:
-        for split, size, _ in pieces:
-            decode = codecs.getincrementaldecoder("utf-8")().decode
-            blocks = (decode(file.read(min(BLOCK, left))) for left in range(size, 0, -BLOCK))
-            if split is None:
-                file.seek(size, os.SEEK_CUR)
-            else:
-                yield from ((split, part) for part in parts(blocks))
-                yield split, None
+        texts = ((split, file.read(size)) for split, size, _ in pieces)
+        kept = ((split, text.decode()) for split, text in texts if split)
+        while batch := list(islice(kept, BATCH)):
+            for (split, _), ids in zip(batch, tokenizer.encode_to_arrays([text for _, text in batch]), strict=True):
+                yield split, np.append(ids, tokenizer.end_of_document)

@@ -12,9 +12,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-import data.corpora
 from data import DataConfig, absolute
-from data.corpora import documents
 from tests.data.toys import files, jsonl, texts, write
 
 zstd = importlib.import_module("compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd")
@@ -127,16 +125,6 @@ def test_a_missing_file_is_named(tmp_path, name):
     with pytest.raises(ValueError, match="no file matches it") as raised:
         texts(files([jsonl(tmp_path / "a.jsonl", "one"), str(tmp_path / name)]))
     assert str(tmp_path / name) in str(raised.value)
-
-
-def test_a_long_text_comes_in_blocks(tmp_path, monkeypatch):
-    text = "".join(random.Random(0).choices("ab ü漢\r\n", k=2000))
-    path = write(tmp_path / "a.txt", text)
-    monkeypatch.setattr(data.corpora, "BLOCK", 7)
-    ((_, blocks),) = documents(files(path))
-    blocks = list(blocks)
-    assert max(map(len, blocks)) <= 7  # so what is in memory does not grow with the file
-    assert "".join(blocks) == Path(path).read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("most", [1, 3, 4, 9])

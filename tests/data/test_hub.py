@@ -36,10 +36,10 @@ def use(monkeypatch, **splits):
 def test_the_publishers_splits_are_kept(monkeypatch):
     hub, config = use(monkeypatch, all=rows("one", "two", "three"), validation=rows("four"))
     config = replace(config, train_split="all")
-    assert list(documents(config)) == [(None, ["one"]), (None, ["two"]), (None, ["three"])]
+    assert list(documents(config)) == [(None, "one"), (None, "two"), (None, "three")]
     assert hub.asked == ("o/h", "s", "r1")
     found = list(documents(replace(config, val_split="validation", max_documents=2)))
-    assert found == [("train", ["one"]), ("train", ["two"]), ("val", ["four"])]
+    assert found == [("train", "one"), ("train", "two"), ("val", "four")]
 
 
 def test_a_stream_is_read_no_further_than_asked(monkeypatch):
@@ -72,7 +72,7 @@ def test_an_unreachable_data_set_says_what_needs_no_network(monkeypatch, error):
 
     _, config = use(monkeypatch, train=broken())
     found = documents(config)
-    assert next(found) == (None, ["one"])
+    assert next(found) == (None, "one")
     with pytest.raises(ValueError, match=rf"data=h: could not read o/h .*{error}.*data=stdlib needs no network"):
         next(found)
 

@@ -180,7 +180,7 @@ def test_tuning_leaves_the_validation_documents_out(tmp_path, monkeypatch, label
     rng = random.Random(2)
     documents = [words(rng, 200) for _ in range(40)]
     if labelled:
-        found = [("val" if i % 4 == 0 else "train", [text]) for i, text in enumerate(documents)]
+        found = [("val" if i % 4 == 0 else "train", text) for i, text in enumerate(documents)]
         monkeypatch.setattr(data.split, "documents", lambda config: found)
     plain, tuning = (
         prepare(toy(tmp_path, *documents, val_fraction=0.2, tuning=on), BYTES, silent) for on in (False, True)

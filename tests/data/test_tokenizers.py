@@ -1,6 +1,5 @@
 """Tokenizers, against Python's own UTF-8, a hand-written vocabulary, another GPT-2 tokenizer and a slow BPE."""
 
-import hashlib
 import importlib.metadata
 import json
 import os
@@ -15,9 +14,8 @@ import pytest
 import regex
 import requests
 import tiktoken
-import tiktoken_ext.openai_public
 
-from data.tokenizers import Tokenizer, get_tokenizer, parts
+from data.tokenizers import Tokenizer, get_tokenizer
 
 TEXTS = [
     "",
@@ -190,61 +188,3 @@ def test_cut_gpt2_is_bpe_over_its_first_merges(merges, encoder, size):
 def test_all_of_gpt2_is_gpt2(gpt2):
     found = get_tokenizer("gpt2", 50257)
     assert (found.name, found.encode(ODD)) == ("gpt2", gpt2.encode(ODD))
-
-
-def patterns():
-    """How each of tiktoken's encodings cuts text into pieces, without their vocabularies, which need a download."""
-    module = tiktoken_ext.openai_public
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        for loader in ("load_tiktoken_bpe", "data_gym_to_mergeable_bpe_ranks"):
-            monkeypatch.setattr(module, loader, lambda *args, **kwargs: {})
-        return {make()["pat_str"] for make in module.ENCODING_CONSTRUCTORS.values()}
-
-
-@pytest.mark.parametrize(
-    "pattern", sorted(patterns()), ids=lambda pattern: hashlib.md5(pattern.encode()).hexdigest()[:6]
-)
-@pytest.mark.parametrize("size", [1, 5, 40])
-def test_parts_have_the_tokens_of_the_whole(gpt2, pattern, size):
-    ranks = {gpt2._encoding.decode_single_token_bytes(i): i for i in range(50256)}
-    for run in (b" " * count for count in range(2, 9)):  # GPT-2 keeps spaces apart, and so hides where they are cut
-        ranks.setdefault(run, len(ranks))
-    encoding = tiktoken.Encoding("other", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
-    rng = random.Random(size)
-    words = [
-        *(
-            "don't",
-            "IT'S",
-            "x",
-            "12345",
-            "the ",
-            "漢字",
-            "ü\u0301",
-            "²",
-            "_",
-            "'s",
-            "'",
-            "/",
-            "...",
-            "\U0001f469\u200d\U0001f4bb",
-        ),
-        *(" ", "  ", "\n", "\n\n", ".\n", "!/\n", "\r\n", "\t", "\x1f", "\xa0", "\u2028", "\x85"),
-    ]
-    cut = 0
-    for _ in range(300):
-        text = "".join(rng.choices(words, k=rng.randrange(1, 60)))
-        step = rng.randrange(1, 30)
-        found = list(parts([text[i : i + step] for i in range(0, len(text), step)], size))
-        assert "".join(found) == text
-        assert [i for part in found for i in encoding.encode_ordinary(part)] == encoding.encode_ordinary(text)
-        cut += len(found) - 1
-    assert cut > 100
-
-
-def test_parts_are_about_as_long_as_asked_for():
-    words = "some words of a text " * 500
-    assert all(50 <= len(part) <= 60 for part in list(parts([words], 50))[:-1])
-    assert list(parts(["a" * 100], 10)) == ["a" * 100]  # nowhere to cut
-    assert list(parts(["a" * 100 + " b"], 10)) == ["a" * 100, " b"]
-    assert list(parts(["short"], 10)) == ["short"]
-    assert list(parts(["ab", "c" * 20, "d"], 1, 10)) == ["abcccccccc", "cccccccccc", "ccd"]  # at the longest

@@ -11,7 +11,6 @@ import pytest
 import data.split
 import data.tokens
 from data import DataConfig, get_tokenizer, prepare
-from data.tokenizers import parts
 from tests.data.toys import BYTES, files, jsonl, numbers, silent, texts_of, toy, write
 
 
@@ -60,11 +59,9 @@ def test_the_smallest_type_that_holds_the_vocabulary(tmp_path, vocab_size, code)
     assert found.train.tolist() in ids
 
 
-def test_long_documents_are_tokenised_in_parts(monkeypatch, tmp_path):
+def test_each_document_has_its_own_tokens(tmp_path):
     tokenizer = get_tokenizer("gpt2", 1000)  # to which it matters where a text is cut
     documents = [" the other one ".join(some_documents(40, seed)) for seed in range(9)]
-    monkeypatch.setattr(data.tokens, "parts", lambda blocks: parts(blocks, 50))
-    monkeypatch.setattr(data.tokens, "BLOCK", 7)  # which cuts characters, too
     found = prepare(toy(tmp_path, *documents, val_fraction=0.2), tokenizer, silent)
     ids = [
         array[begin:end].tolist()
@@ -75,7 +72,7 @@ def test_long_documents_are_tokenised_in_parts(monkeypatch, tmp_path):
 
 
 def test_the_publishers_splits_are_kept(monkeypatch, tmp_path):
-    found = [("train", ["o", "ne"]), ("val", ["two"]), ("val", [" "]), ("train", ["two"]), ("val", ["four"])]
+    found = [("train", "one"), ("val", "two"), ("val", " "), ("train", "two"), ("val", "four")]
     monkeypatch.setattr(data.split, "documents", lambda config: iter(found))
     config = DataConfig("toy", "hub", "owner/toy", val_split="validation", cache=str(tmp_path))
     files = prepare(config, BYTES, silent)

@@ -29,7 +29,7 @@ def files(path, **settings):
 
 
 def texts(config):
-    return ["".join(blocks) for _, blocks in documents(config)]
+    return [text for _, text in documents(config)]
 
 
 def toy(tmp_path, *contents, **settings):
