@@ -170,13 +170,9 @@ def test_the_first_signal_is_noted_and_handlers_are_put_back():
     assert signal.getsignal(signal.SIGTERM) == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("full", "limit"),
-    [
-        ("config.yaml", 500),
-        pytest.param("metrics.jsonl", 6_000, marks=pytest.mark.slow),
-        pytest.param("step_000004.pt", 50_000, marks=pytest.mark.slow),
-    ],
+    ("full", "limit"), [("config.yaml", 500), ("metrics.jsonl", 6_000), ("step_000004.pt", 50_000)]
 )
 def test_a_full_disk_ends_the_run_with_one_message(full, limit, corpus, trained, tmp_path):
     """A real refusal of the kernel: the process may write no file beyond so many bytes."""

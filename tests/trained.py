@@ -4,7 +4,9 @@ import json
 import os
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from hydra import compose, initialize_config_dir
 from safetensors.torch import load_file
 from wandb.util import get_core_path
 
+from measure.plots import Plot
 from model.checkpoint import latest_checkpoint
 from runs import Ranks, TrainConfig, checked
 from runs.folder import RESUMABLE, fix_scaling, resumed
@@ -27,9 +30,14 @@ TINY = [
 ]  # fmt: skip
 
 
-def composed(*overrides, name="train", schema=TrainConfig):
+@cache  # it takes as long as a tiny training
+def _composed(name: str, *overrides: str):
     with initialize_config_dir(str(REPOSITORY / "configs"), version_base="1.3"):
-        return checked(compose(name, overrides=list(overrides)), schema)
+        return compose(name, overrides=list(overrides))
+
+
+def composed(*overrides, name="train", schema=TrainConfig):
+    return checked(_composed(name, *overrides), schema)
 
 
 def run(folder: Path, *overrides, resume: bool = False, ranks: Ranks = ALONE) -> Trainer:
@@ -42,7 +50,8 @@ def run(folder: Path, *overrides, resume: bool = False, ranks: Ranks = ALONE) ->
     else:
         fix_scaling(config)
     trainer = Trainer(config, check_settings(config, ranks.world_size), folder, ranks)
-    trainer.train()
+    with mock.patch.object(Plot, "save", lambda plot, path: path.write_bytes(b"not drawn")):  # slow; measure/ is tested
+        trainer.train()
     return trainer
 
 
