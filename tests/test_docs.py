@@ -159,7 +159,7 @@ def cell_of(group: dict, length: int, kind: str, paired: list[dict]) -> str:
 def test_tables_are_those_of_the_measurements_in_docs(page, path, protocol, kind, table):
     found = json.loads((ROOT / "docs" / path).read_text(encoding="utf-8"))
     groups = {
-        re.sub(r"^[a-z]+_|_\d+$", "", one["model"]): one for one in found["groups"] if one["protocol"] == protocol
+        re.sub(r"^.* |^[a-z]+_|_\d+$", "", one["model"]): one for one in found["groups"] if one["protocol"] == protocol
     }
     head, _, *lines = ([cell.strip() for cell in line.strip("|\n").split("|")] for line in table.splitlines())
     lengths = {at: int(name) for at, name in enumerate(head) if name.isdigit()}
