@@ -24,7 +24,6 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 from tqdm.contrib.logging import logging_redirect_tqdm
 
-import runs
 from data import DataConfig, get_tokenizer, prepare
 from measure import Report, Scoring, Text, comparability, evaluate_lengths, measure
 from measure.answers import AnswerReport, evaluate_task, log_answers, measure_task
@@ -38,7 +37,11 @@ from model import GPT, GPTConfig
 from model.checkpoint import checkpoints, latest_checkpoint, load_weights, read_config, step_of
 from model.checks import check_whole
 from model.positions import SCHEMES, build_scheme
-from runs.settings import EvalConfig, task_of, vocab_size_of
+from runs.devices import autocast, pick_device, pick_precision
+from runs.folder import latest_run, read_run
+from runs.processes import Ranks, errors_as_messages, join_processes
+from runs.settings import CONFIGS, EvalConfig, checked, task_of, vocab_size_of
+from runs.tracking import start_wandb
 
 __all__ = ["evaluate_lengths", "evaluate_task"]  # also for scripts and notebooks
 
@@ -64,7 +67,7 @@ class Run:
 def run_folders(config: DictConfig) -> list[Path]:
     """The folders that runs= names, patterns filled in, or the latest run."""
     if config.runs is None:
-        return [runs.latest_run(Path(config.root).expanduser())]
+        return [latest_run(Path(config.root).expanduser())]
     found = []
     for name in config.runs if OmegaConf.is_list(config.runs) else [config.runs]:
         path = Path(str(name)).expanduser()
@@ -77,7 +80,7 @@ def run_folders(config: DictConfig) -> list[Path]:
 
 def open_run(folder: Path, step: int | None) -> Run:
     """ValueError or FileNotFoundError for a run that is not whole, or whose checkpoint is not of its config.yaml."""
-    settings, origin = runs.read_run(folder)
+    settings, origin = read_run(folder)
     of_step = {step_of(path): path for path in checkpoints(folder)}
     if step is not None and step not in of_step:
         raise FileNotFoundError(f"checkpoint={step}: {folder} has checkpoints of steps {', '.join(map(str, of_step))}")
@@ -94,7 +97,7 @@ def open_run(folder: Path, step: int | None) -> Run:
     return Run(folder, settings, origin, path, config)
 
 
-def with_text(run: Run, cache: str | None, ranks: runs.Ranks) -> Run:
+def with_text(run: Run, cache: str | None, ranks: Ranks) -> Run:
     """With the validation split of its data."""
     tokenizer, data = get_tokenizer(**run.settings.tokenizer), DataConfig(**run.settings.data)
     data = replace(data, cache=cache or data.cache)
@@ -147,14 +150,14 @@ def scoring_of(config: DictConfig, opened: list[Run]) -> Scoring:
     return Scoring(tuple(lengths), protocols, stride, config.max_windows, config.documents, config.by_position)
 
 
-def evaluate_runs(config: DictConfig, ranks: runs.Ranks = runs.Ranks()) -> list[dict]:  # noqa: B008 (it is frozen)
+def evaluate_runs(config: DictConfig, ranks: Ranks = Ranks()) -> list[dict]:  # noqa: B008 (it is frozen)
     """Measure every run under every scaling, write the report, print the tables and log to wandb.
 
     All processes of a job measure; the rest, and the results, are the first one's.
     """
-    config = runs.checked(config, EvalConfig)
-    device = runs.pick_device(config.device, ranks.local_rank)
-    precision = runs.pick_precision(config.precision, device)
+    config = checked(config, EvalConfig)
+    device = pick_device(config.device, ranks.local_rank)
+    precision = pick_precision(config.precision, device)
     # The first process chooses: a moment later another run may be the latest.
     folders = ranks.share(run_folders(config) if ranks.first else None)
     opened = [open_run(folder, config.checkpoint) for folder in folders]
@@ -184,7 +187,7 @@ def evaluate_runs(config: DictConfig, ranks: runs.Ranks = runs.Ranks()) -> list[
     with token_bar(total, ranks.first) as bar, logging_redirect_tqdm([logging.getLogger()]):
         for run in planned:
             model, about = load_weights(run.checkpoint, device, run.scaling), run.about | {"precision": precision}
-            with runs.autocast(device, precision):
+            with autocast(device, precision):
                 found = measure(model, run.text, scoring, about, bar.update, ranks)
                 found[0].probes.update(probed(model, run, max(scoring.lengths), probes))
             everything += found
@@ -221,14 +224,14 @@ def wandb_of(run: Run, config: DictConfig) -> Any:
     """The wandb run that a training began, to log to."""
     mode = config.wandb.mode if run.settings.wandb.mode != "disabled" else "disabled"
     to = OmegaConf.merge(run.settings.wandb, {"mode": mode})
-    return runs.start_wandb(to, run.folder, run.origin["wandb_id"], job_type="eval", name=run.settings.name)
+    return start_wandb(to, run.folder, run.origin["wandb_id"], job_type="eval", name=run.settings.name)
 
 
 def evaluate_tasks(
     config: DictConfig, opened: list[Run], out: Path, device: torch.device, commands: list[str]
 ) -> list[dict]:
     """Runs of data=task: exact match on the test strings of each run's own task, in the precision of its training."""
-    defaults = OmegaConf.load(runs.CONFIGS / "eval.yaml")
+    defaults = OmegaConf.load(CONFIGS / "eval.yaml")
     of_text = ("lengths", "protocol", "stride", "max_windows", "documents", "truncated", *PROBES, "reference")
     given = [f"runs=[{run.settings.name}]" for run in opened if not run.settings.task]
     given += [f"{key}={config[key]}" for key in of_text if config[key] != defaults[key]]
@@ -238,31 +241,32 @@ def evaluate_tasks(
     answers = []
     for run in planned:
         wanted = run.settings.precision if config.precision == "auto" else config.precision
-        precision = runs.pick_precision(wanted, device)
+        precision = pick_precision(wanted, device)
         model, task = load_weights(run.checkpoint, device, run.scaling), task_of(run.settings)
-        with runs.autocast(device, precision):
+        with autocast(device, precision):
             answers.append(measure_task(model, task, run.about | {"precision": precision}))
-        with wandb_of(run, config) as wandb_run:
-            stretched = "".join(f"_{word}" for word in scaling_words(run.scaling))
-            log_answers(answers[-1].rows, f"extrapolation/{task.name}{stretched}", wandb_run.log, wandb_run)
     report = AnswerReport(answers, [*commands, *(f"left out {reason}" for reason in skipped)])
     report.write(out, html=True)
     print(report.text())
+    for run, found in zip(planned, answers, strict=True):
+        with wandb_of(run, config) as wandb_run:
+            stretched = "".join(f"_{word}" for word in scaling_words(run.scaling))
+            log_answers(found.rows, f"extrapolation/{run.settings.task.name}{stretched}", wandb_run.log, wandb_run)
     log.info("wrote    %s", out / "report.html")
     return report.results
 
 
-def sample_text(config: DictConfig, ranks: runs.Ranks = runs.Ranks()) -> list[str]:  # noqa: B008 (it is frozen)
+def sample_text(config: DictConfig, ranks: Ranks = Ranks()) -> list[str]:  # noqa: B008 (it is frozen)
     """Continue the prompts with one run's model; a single one is shown as it is decoded. Returns the whole texts."""
-    config = runs.checked(config, EvalConfig)
+    config = checked(config, EvalConfig)
     check_whole("seed", config.seed, 0)
     folders, scaling = run_folders(config), OmegaConf.to_container(config)["scaling"]
     if len(folders) > 1 or config.scalings is not None or ranks.world_size > 1:
         raise ValueError("prompt=: continues with one run, one scaling= and one process, without torchrun")
-    run, device = open_run(folders[0], config.checkpoint), runs.pick_device(config.device)
+    run, device = open_run(folders[0], config.checkpoint), pick_device(config.device)
     if run.settings.task:
         raise ValueError(f"prompt=: {run.folder} is a run of data=task, whose strings are no text")
-    precision = runs.pick_precision(config.precision, device)
+    precision = pick_precision(config.precision, device)
     model, tokenizer = load_weights(run.checkpoint, device, scaling), get_tokenizer(**run.settings.tokenizer)
     end = tokenizer.end_of_document
     given = [str(one) for one in (config.prompt if OmegaConf.is_list(config.prompt) else [config.prompt])]
@@ -271,7 +275,7 @@ def sample_text(config: DictConfig, ranks: runs.Ranks = runs.Ranks()) -> list[st
     drawing = {key: config[key] for key in ("temperature", "top_k", "top_p")}
     drawing["generator"] = torch.Generator(device).manual_seed(config.seed)
     new, texts, shown, start = [[] for _ in given], given, 0, time.perf_counter()
-    with runs.autocast(device, precision):
+    with autocast(device, precision):
         for ids in model.stream(prompts, config.tokens, **drawing):
             for one, following in zip(new, ids.tolist(), strict=True):
                 if following >= 0 and end not in one and len(one) < config.tokens:
@@ -291,9 +295,9 @@ def sample_text(config: DictConfig, ranks: runs.Ranks = runs.Ranks()) -> list[st
 
 @hydra.main(version_base="1.3", config_path="configs", config_name="eval")
 def main(config: DictConfig) -> None:
-    with runs.errors_as_messages():
+    with errors_as_messages():
         command = evaluate_runs if config.prompt is None else sample_text
-        command(config, runs.join_processes(config.device))
+        command(config, join_processes(config.device))
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import contextlib
 import logging
 import math
 import os
+import signal
 import time
 from pathlib import Path
 
@@ -23,7 +24,7 @@ from torch.nn.utils import clip_grad_norm_
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
-from data import DataConfig, TokenFiles, absolute, draw_batch, draw_positions, get_tokenizer, prepare
+from data import DataConfig, TokenFiles, draw_batch, draw_positions, get_tokenizer, prepare
 from measure import Report, Scoring, Text, measure, with_error
 from measure.answers import AnswerReport, in_words, log_answers, measure_task
 from measure.curves import log_curve
@@ -121,7 +122,7 @@ class Trainer:
         """
         t, began = self.config.train, self.step
         with contextlib.ExitStack() as outputs:
-            self.stop = outputs.enter_context(processes.Stop())
+            self.signals = outputs.enter_context(processes.noted_signals())
             if self.ranks.first:
                 self._open_outputs(outputs)
             hidden = None if self.ranks.first else True  # None: where there is no terminal
@@ -259,10 +260,10 @@ class Trainer:
 
     def _stop_if_asked(self, _: int = 0) -> None:
         """Where any process has got a signal, all of them write a checkpoint of the last step and stop."""
-        if signum := self.stop.asked(self.ranks):
+        if self.ranks.add_up(torch.tensor(len(self.signals))):
             self._checkpoint()
             log.warning("stopped at step %d; to go on: python train.py resume=%s", self.step, self.folder)
-            raise SystemExit(128 + signum)
+            raise SystemExit(128 + (*self.signals, signal.SIGTERM)[0])
 
     def _open_outputs(self, outputs: contextlib.ExitStack) -> None:
         """config.yaml and metrics.jsonl, of the first process; wandb is started by the first row."""
@@ -312,7 +313,7 @@ def main(config: DictConfig) -> float:
             folder = Path(config.resume).expanduser()
         else:
             run_folder.fix_scaling(config)
-        config.data = absolute(DataConfig(**config.data))
+        config.data = DataConfig(**config.data)
         trainer = Trainer(config, check_settings(config, ranks.world_size), Path(ranks.share(str(folder))), ranks)
         log.info("run      %s", trainer.folder)
         return trainer.train()

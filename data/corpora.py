@@ -3,14 +3,12 @@
 A document is (split, text): "train" or "val" where the publisher has split the corpus, else None; and its text.
 """
 
-import contextlib
 import glob
 import os
 import re
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -28,33 +26,23 @@ NO_STDLIB = {"test", "tests", "idle_test", "encodings", "site-packages", "dist-p
 
 @dataclass
 class DataConfig:
-    """What to read, and how to split it. `name` is for people; `kind` decides how it is read.
+    """What to read, and how to split it. ValueError, naming the setting, for what cannot be."""
 
-    `stdlib`: the source of Python's standard library. `files`: `path` is a file, a glob or a list; a text file is one
-    document, a row of other files is one, its text in `column`. `hub`: `path` is a data set of the Hugging Face hub,
-    `subset` one of its configs; `articles` joins WikiText's lines; `streaming` keeps no copy on the disk. `bin`: token
-    ids in a folder, a glob, or a list. `task`: strings of `data.tasks`, no text.
-
-    `max_documents`: how many are read, in all or of each of the publisher's splits. `val_split` is the publisher's
-    validation split; null holds out about `val_fraction` of the text, drawn with `split_seed`. `tuning` leaves the
-    validation documents out and holds out others: to choose settings by. `cache`: the folder for token files.
-    """
-
-    name: str
-    kind: str
-    path: Any = None
-    subset: str | None = None
-    revision: str | None = None
-    column: str = "text"
-    articles: bool = False
-    streaming: bool = False
-    max_documents: int | None = None
+    name: str  # for people
+    kind: str  # one of KINDS, decides how it is read
+    path: Any = None  # files, bin: a file, a glob or a list (bin: a folder, too); hub: a data set's owner/name
+    subset: str | None = None  # hub: one of the data set's configs
+    revision: str | None = None  # hub
+    column: str = "text"  # where a row has its text
+    articles: bool = False  # join WikiText's lines
+    streaming: bool = False  # hub: keep no copy on the disk
+    max_documents: int | None = None  # how many are read, in all or of each of the publisher's splits
     train_split: str = "train"
-    val_split: str | None = None
+    val_split: str | None = None  # the publisher's; None: about val_fraction is held out, drawn with split_seed
     val_fraction: float = 0.05
     split_seed: int = 0
-    tuning: bool = False
-    cache: str = "~/.cache/ropewalk"
+    tuning: bool = False  # leave the validation documents out and hold out others, to choose settings by
+    cache: str = "~/.cache/ropewalk"  # the folder for token files
 
     def __post_init__(self):
         if self.kind not in KINDS:
@@ -68,22 +56,18 @@ class DataConfig:
             raise ValueError(f"data.tuning=true: has no documents to hold out with data={self.name}; leave it out")
         if self.streaming and self.max_documents is None:
             raise ValueError("data.streaming=true: give data.max_documents, the number of documents to take")
+        # Local paths hold in any working directory: a run is read again from elsewhere.
+        if self.kind in ("files", "bin"):
+            found = [str(Path(path).absolute()) for path in self.paths]
+            self.path = found[0] if isinstance(self.path, str | os.PathLike) else found
+        if not self.cache.startswith("~"):
+            self.cache = str(Path(self.cache).absolute())
 
     @property
     def paths(self) -> list[str]:
         """`path` as a list, the home directory spelt out."""
         several = [self.path] if isinstance(self.path, str | os.PathLike) else self.path
         return [os.path.expanduser(path) for path in several]
-
-
-def absolute(config: DataConfig) -> DataConfig:
-    """With local paths that hold in any working directory: a run is read again from elsewhere."""
-    path = config.path
-    if config.kind in ("files", "bin"):
-        found = [str(Path(one).absolute()) for one in config.paths]
-        path = found[0] if isinstance(path, str | os.PathLike) else found
-    cache = config.cache if config.cache.startswith("~") else str(Path(config.cache).absolute())
-    return replace(config, path=path, cache=cache)
 
 
 def documents(config: DataConfig) -> Iterator[tuple[str | None, str]]:
@@ -124,18 +108,18 @@ def files_of(config: DataConfig) -> list[Path]:
 
 
 def _read_file(file: Path, column: str) -> Iterator[str]:
-    name = f"data.path: could not read {file}"
-    if file.name.removesuffix(".gz").removesuffix(".zst").endswith(TEXT):
-        local = fsspec.filesystem("file")
-        with _named(name), local.open(file, "rt", encoding="utf-8-sig", compression="infer") as text:
-            yield text.read()
-    else:
+    def load() -> Iterable[dict]:
+        if file.name.removesuffix(".gz").removesuffix(".zst").endswith(TEXT):
+            with fsspec.filesystem("file").open(file, "rt", encoding="utf-8-sig", compression="infer") as text:
+                return [{column: text.read()}]
         from datasets import IterableDataset  # here, since it takes seconds and stdlib and text files need none of it
 
         path = glob.escape(str(file))
-        load = partial(IterableDataset.from_json, path, on_mixed_types=None)  # else one number puts all texts in quotes
-        load = partial(IterableDataset.from_parquet, path) if file.suffix == ".parquet" else load
-        yield from _read_rows(load, column, name)
+        if file.suffix == ".parquet":
+            return IterableDataset.from_parquet(path)
+        return IterableDataset.from_json(path, on_mixed_types=None)  # else one number puts all texts in quotes
+
+    return _read_rows(load, column, f"data.path: could not read {file}")
 
 
 def _read_hub(config: DataConfig, split: str) -> Iterator[str]:
@@ -148,18 +132,12 @@ def _read_hub(config: DataConfig, split: str) -> Iterator[str]:
 
 
 def _read_rows(load: Callable[[], Iterable[dict]], column: str, name: str, advice: str = "") -> Iterator[str]:
-    with _named(name, advice):
+    """Any error becomes a ValueError: `datasets` and the decompressors raise whatever the damage happens to trigger."""
+    try:
         for row in load():
             if not isinstance(row.get(column), str):
                 raise ValueError(f"data.column={column!r}: a row has no text there; its columns are {', '.join(row)}")
             yield row[column]
-
-
-@contextlib.contextmanager
-def _named(name: str, advice: str = "") -> Iterator[None]:
-    """Any error becomes a ValueError: `datasets` and the decompressors raise whatever the damage happens to trigger."""
-    try:
-        yield
     except Exception as error:
         raise ValueError(f"{name} ({error}){advice}") from error
 

@@ -108,19 +108,14 @@ TASKS = {
 
 @dataclass
 class Task:
-    """A task's settings and its strings. ValueError, naming the setting, for what is wrong.
-
-    Lengths are uniform up to `train_max`, and in each [lowest, highest] of `test`, for which there are `strings` each.
-    `random_offset`: a training step begins at a random position, so that its positions cover those of the tests.
-    `stop_at`: the exact match in the first range at which training ends.
-    """
+    """A task's settings and its strings. ValueError, naming the setting, for what is wrong."""
 
     name: str
-    train_max: int = 50
-    test: list[list[int]] = field(default_factory=lambda: [[1, 50], [51, 100], [101, 150]])
-    strings: int = 2000
-    random_offset: bool = False
-    stop_at: float | None = None
+    train_max: int = 50  # lengths in training are uniform up to it
+    test: list[list[int]] = field(default_factory=lambda: [[1, 50], [51, 100], [101, 150]])  # [lowest, highest] each
+    strings: int = 2000  # test strings of each range, their lengths uniform in it
+    random_offset: bool = False  # training steps begin at random positions, and so cover all that the tests need
+    stop_at: float | None = None  # training ends at this exact match in the first range
 
     def __post_init__(self):
         lookup("task", {name: kind.draw for name, kind in TASKS.items()}, {"name": self.name})
@@ -155,8 +150,7 @@ class Task:
         return padded(strings[rank * share : (rank + 1) * share], self.width)
 
     def positions(self, seed: int, step: int) -> np.ndarray:
-        """Of a step's inputs with random_offset, int64 (width,): from a random first one, so that training covers all
-        that the tests need."""
+        """Of a step's inputs with random_offset, int64 (width,): counting up from a random first one."""
         last = self.train_length - self.width - 1
         return int(np.random.default_rng([2, seed, step]).integers(last + 1)) + np.arange(self.width)
 

@@ -78,7 +78,7 @@ def prepare(config: DataConfig, tokenizer: Tokenizer, say: Callable[[str], None]
         except OSError as error:
             if not folder.exists():  # else another process was faster
                 message = f"data.cache={config.cache}: could not write {folder} ({error})"
-                raise OSError(f"{message}; make room, or give data.cache=<folder>") from error
+                raise OSError(f"{message}; make room, or give data.cache=<folder> (eval.py: cache=)") from error
     return open_tokens(folder, tokenizer)
 
 

@@ -46,7 +46,8 @@ def evaluate_task(model: GPT, task: Any, ranges: Sequence[tuple[int, int]] | Non
         with evaluating(model):
             for batch in task.test_batches((first, last), BATCH):
                 inputs, targets = (torch.from_numpy(part).to(model.embedding.weight.device) for part in batch)
-                wrong = (model(inputs).argmax(dim=-1) != targets) & (targets != -100)
+                logits = model(inputs, scaling_length=task.kind.size(last) - 1)  # not that of the batch
+                wrong = (logits.argmax(dim=-1) != targets) & (targets != -100)
                 right, n = right + int((~wrong.any(dim=1)).sum()), n + len(inputs)
         low, high = wilson(right, n)
         row |= {"exact_match": right / n, "low": low, "high": high, "strings": n}

@@ -240,7 +240,7 @@ def measure(
     """A measurement for each protocol; the first also has the loss by position. Autocast is the caller's.
 
     about: run (its name), seed, key (equal for models that differ in their seed only), and what else to say of the
-    model. progress: called now and then with the tokens passed since. ranks: runs.Ranks of a torchrun job.
+    model. progress: called now and then with the tokens passed since. ranks: runs.processes.Ranks of a torchrun job.
     """
     parts, c, offsets = scoring.windows(text, model.pos), model.config, text.offsets
     every = [windows for part in parts.values() for windows in part]

@@ -75,7 +75,8 @@ def score(
                 losses[wanted] = found
             if progress is not None:
                 progress(int(sum(passes[batch, 1].sum() for batch in around)))
-    losses = ranks.summed(losses) if ranks else losses
+    if ranks:
+        ranks.add_up(torch.from_numpy(losses))  # in place
     return np.split(losses, np.cumsum([len(w.spans) for w in windows])[:-1])
 
 

@@ -104,7 +104,7 @@ def usable(found: dict | None) -> str:
         return f"{found['value']:.0f} (table)"
     ends = [key for key in ("value", "low", "high") if found[key] is not None]
     value, *ends = [("≥ " if key in found["open"] else "") + f"{found[key]:.0f}" for key in ends]
-    return f"{value} [{', '.join(ends)}]" if ends and ends[0] != value else value
+    return f"{value} [{', '.join(ends)}]" if {*ends} - {value} else value
 
 
 def sentence(model: Measurement) -> str:

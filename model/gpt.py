@@ -72,8 +72,9 @@ class Attention(nn.Module):
         qk = qk if self.linear or self.nope else p.rotate(qk)
         q, k = qk.split((self.n_head, self.n_kv_head), dim=1)
         if self.ssmax is not None:
-            seen = (p.positions.float() + 1).clamp(max=self.window or math.inf)
-            q = q * (self.ssmax[:, None, None] * seen.log()[:, None]).to(q.dtype)
+            keys = len(p.key_positions)  # what is counted is keys, wherever their positions begin
+            seen = torch.arange(keys - x.shape[1] + 1, keys + 1, device=x.device).float()
+            q = q * (self.ssmax[:, None, None] * seen.clamp(max=self.window or math.inf).log()[:, None]).to(q.dtype)
         elif self.log_scale is not None:  # Llama 4's attn_scale = 0.1, with its floor_scale = train_length
             q = q * (1 + 0.1 * ((p.positions.float() + 1) / self.log_scale).floor().log1p()[:, None]).to(q.dtype)
         return q, k, v

@@ -139,6 +139,10 @@ class RotaryPositions(PositionScheme):
             )
         self.base, self.layout, self.scaling = base, layout, config.scaling
         self.train_length, self.turning = config.original_length, int(turning * self.rotary_dim / 2)  # planes
+        if self.turning == 0:
+            raise ValueError(
+                f"pos.turning={turning}: turns none of {self.rotary_dim // 2} planes; use pos=none for that"
+            )
         rope_frequencies(self.rotary_dim, base, config.scaling, self.train_length)  # checks them all
 
     def frequencies(self, length: int, device: torch.device | str = "cpu") -> tuple[Tensor, float]:

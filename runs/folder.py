@@ -84,7 +84,7 @@ def fix_scaling(config: DictConfig) -> None:
     if scaling is None or scaling.name == "none":
         return
     if config.init_from and model.get("original_length") is None:
-        model.original_length = read_config(latest_checkpoint(config.init_from)).original_length
+        model.original_length = read_config(latest_checkpoint(Path(config.init_from).expanduser())).original_length
     if scaling.get("factor", 1) is None and scaling.name != "dynamic" and model.get("original_length"):
         scaling.factor = model.train_length / model.original_length
 
@@ -126,7 +126,9 @@ def next_commands(folder: Path, config: DictConfig) -> str:
     """What a user may do after a training, as lines to paste."""
     run, of_wandb = (shlex.quote(os.path.relpath(path)) for path in (folder, folder.parent / "wandb"))
     task = f"data=task task={config.task.name} " if config.task else ""
-    lines = {f"python train.py {task}pos={'rope' if config.pos.name == 'alibi' else 'alibi'}": "another scheme"}
+    lines = {}
+    if config.data.kind in ("stdlib", "task"):  # what needs no path
+        lines |= {f"python train.py {task}pos={'rope' if config.pos.name == 'alibi' else 'alibi'}": "another scheme"}
     lines |= {f"python eval.py runs={run}": "report.html: tables and plots of this run"}
     if config.wandb.mode != "disabled":
         lines |= {f"wandb leet {of_wandb}": "the curves of all runs"}

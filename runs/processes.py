@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from hydra.core.hydra_config import HydraConfig
@@ -51,10 +50,6 @@ class Ranks:
         if self.world_size > 1:
             dist.all_reduce(tensor)
         return tensor
-
-    def summed(self, values: np.ndarray) -> np.ndarray:
-        """float64 (n,) -> their sums over the processes."""
-        return self.add_up(torch.from_numpy(values.copy())).numpy()
 
     def in_turn(self, action: Callable[[], Any]) -> Any:
         """Each process' own result, of the first process of a machine first: what it leaves on a disk is made once."""
@@ -120,26 +115,16 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: dict, sharded: bool)
     optimizer.load_state_dict(state)
 
 
-class Stop:
-    """A context in which the first SIGINT or SIGTERM is noted, in `signum`."""
-
-    signum = 0
-
-    def __enter__(self) -> "Stop":
-        self._before = {signum: signal.signal(signum, self._note) for signum in (signal.SIGINT, signal.SIGTERM)}
-        return self
-
-    def __exit__(self, *_) -> None:
-        for signum, handler in self._before.items():
+@contextlib.contextmanager
+def noted_signals() -> Iterator[list[int]]:
+    """SIGINT and SIGTERM do not end this process meanwhile: each is added to the list."""
+    noted: list[int] = []
+    before = {of: signal.signal(of, lambda signum, _: noted.append(signum)) for of in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield noted
+    finally:
+        for signum, handler in before.items():
             signal.signal(signum, handler)
-
-    def _note(self, signum: int, _: object) -> None:
-        self.signum = self.signum or signum
-
-    def asked(self, ranks: Ranks) -> int:
-        """The signal to stop by, once any of the processes has got one; 0 before. All of them call it."""
-        got = ranks.add_up(torch.tensor(self.signum))
-        return (self.signum or signal.SIGTERM) if got else 0
 
 
 @contextlib.contextmanager

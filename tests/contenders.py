@@ -18,7 +18,7 @@ import torch
 
 from model import GPT, GPTConfig
 from model.positions import SCHEMES
-from runs import autocast, pick_device, pick_precision
+from runs.devices import autocast, pick_device, pick_precision
 
 SHAPES = {  # layers, heads of 64, ids, windows a step, tokens a window
     "small": (4, 4, 257, 16, 256),

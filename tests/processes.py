@@ -44,7 +44,7 @@ def _train(folder, overrides, resume, rank, world_size, port, kill_at=None, stop
     import torch.distributed as dist
 
     import train
-    from runs import Ranks
+    from runs.processes import Ranks
     from tests.trained import run
 
     changes = 0

@@ -2,12 +2,14 @@
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
 
 from model.checkpoint import latest_checkpoint
-from runs import CONFIGS
+from runs.folder import next_commands
+from runs.settings import CONFIGS
 from tests.trained import TINY, command, composed, metrics, run, same, weights
 
 
@@ -26,14 +28,27 @@ def test_one_command_makes_one_run_folder(corpus, tmp_path):
     assert re.search(r"^ *64 ", done.stdout, re.M)  # the table's last row, in ASCII
     assert "Error" not in done.stderr
     following = re.findall(r"^  (python|wandb) (\S+) (\S+)", done.stdout, re.M)
-    assert following[0] == ("python", "train.py", "pos=alibi")
-    assert following[1:] == [
+    assert following == [
         ("python", "eval.py", f"runs={folder.relative_to(tmp_path)}"),
         ("wandb", "leet", "outputs/wandb"),
     ]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["outputs"]
     rows = json.loads((folder / "extrapolation.json").read_text())["rows"]
     assert [row["length"] for row in rows] == [16, 20, 24, 32, 64]
+
+
+@pytest.mark.parametrize(
+    ("settings", "line"),
+    [
+        (["pos=rope"], "python train.py pos=alibi "),
+        (["pos=alibi"], "python train.py pos=rope "),
+        (["data=task", "task=sort"], "python train.py data=task task=sort pos=alibi "),
+        (["data=files", "data.path=a.txt"], None),  # what it would take to train on the same text is not known
+    ],
+)
+def test_another_scheme_is_suggested_where_the_command_is_short(settings, line):
+    lines = next_commands(Path("outputs/a"), composed(*settings)).splitlines()
+    assert [found.strip().startswith(line or "python eval.py") for found in lines[1:2]] == [True]
 
 
 def test_a_refusal_is_one_message_and_leaves_no_folder(corpus, tmp_path):

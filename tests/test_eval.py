@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 import eval as eval_module
 from eval import EvalConfig, default_lengths, sample_text
 from model import GPT
-from runs import Ranks
+from runs.processes import Ranks
 from tests.trained import TINY, command, composed, measure, run
 
 

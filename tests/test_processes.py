@@ -4,7 +4,6 @@ import shutil
 import sys
 import time
 
-import numpy as np
 import pytest
 import torch
 
@@ -43,7 +42,7 @@ def test_a_process_alone_needs_no_other():
     ranks = Ranks()
     assert ranks.first
     assert ranks.share("x") == "x"
-    assert ranks.summed(np.array([1.0, 2.0])).tolist() == [1.0, 2.0]
+    assert ranks.add_up(torch.tensor([1.0, 2.0])).tolist() == [1.0, 2.0]
     assert ranks.in_turn(lambda: 3) == 3
 
 

@@ -17,9 +17,8 @@ import yaml
 import train
 from data import TokenFiles
 from model.checkpoint import checkpoints, latest_checkpoint, load_state, step_of
-from runs import read_run
-from runs.folder import resumed
-from runs.processes import Ranks, Stop
+from runs.folder import read_run, resumed
+from runs.processes import noted_signals
 from tests.processes import end, start
 from tests.trained import REPOSITORY, TINY, command, composed, metrics, run, same, weights
 from train import Trainer
@@ -162,11 +161,11 @@ def test_a_signal_saves_the_step(signum, status, corpus, tmp_path):
 
 def test_the_first_signal_is_noted_and_handlers_are_put_back():
     before = signal.getsignal(signal.SIGTERM)
-    with Stop() as stop:
-        assert stop.asked(Ranks()) == 0
+    with noted_signals() as noted:
+        assert noted == []
         for signum in (signal.SIGINT, signal.SIGINT, signal.SIGTERM):
             os.kill(os.getpid(), signum)
-        assert stop.asked(Ranks()) == signal.SIGINT
+        assert noted[0] == signal.SIGINT
     assert signal.getsignal(signal.SIGTERM) == before
 
 

@@ -14,8 +14,8 @@ from eval import default_lengths
 from model import GPT, GPTConfig
 from model.positions import SCHEMES
 from model.scaling import SCALINGS
-from runs import CONFIGS, TrainConfig, checked, pick_device, pick_precision
-from runs.settings import check_settings, run_dir
+from runs.devices import pick_device, pick_precision
+from runs.settings import CONFIGS, TrainConfig, check_settings, checked, run_dir
 from runs.tracking import new_wandb_id
 
 GROUPS = ("preset", "model", "layers", "pos", "scaling", "data", "task", "tokenizer", "experiment")

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -144,6 +145,21 @@ def test_padding_and_batches_change_no_answer():
         assert PAD not in inputs
         right += bool(((model(inputs).argmax(-1) == targets) | (targets == -100)).all())
     assert evaluate_task(model, task)[0]["exact_match"] == right / 50
+
+
+def test_batches_change_no_answer_under_a_scaling_that_follows_the_length(monkeypatch):
+    """Each batch is as wide as its longest string; the frequencies go by the longest of the range instead."""
+    task = Task("copy", train_max=8, test=[[4, 8]], strings=60)
+    model = small_model({"name": "rope"}, torch.float32, vocab_size=task.vocab_size, train_length=14)
+    fit(model, task)
+    scaled = GPT(replace(model.config, scaling={"name": "linear"})).eval()
+    scaled.load_state_dict(model.state_dict())
+    rows = []
+    for batch in (1, 7, 60):
+        monkeypatch.setattr("measure.answers.BATCH", batch)
+        rows.append(evaluate_task(scaled, task))
+    assert rows[0] == rows[1] == rows[2]
+    assert 0 < rows[0][0]["exact_match"] < 1
 
 
 def test_wilson_has_the_known_values():

@@ -6,9 +6,9 @@ import pytest
 import wandb
 from omegaconf import OmegaConf
 
-from runs import read_run, start_wandb
+from runs.folder import read_run
 from runs.settings import scheme_name
-from runs.tracking import is_logged_in, wandb_identity
+from runs.tracking import is_logged_in, start_wandb, wandb_identity
 from tests.trained import TINY, composed, metrics, records, run
 
 OFFLINE = [*TINY[:-1], "wandb.mode=offline"]

@@ -14,8 +14,9 @@ from data import draw_batch
 from model import GPT, GPTConfig
 from model.checkpoint import checkpoints, latest_checkpoint, load_state
 from model.positions import SCHEMES
-from runs import MetricsFile, devices, read_run
+from runs import devices
 from runs.devices import PEAK_FLOPS, compare_compiled, peak_flops
+from runs.folder import MetricsFile, read_run
 from tests.trained import TINY, assert_near, composed, metrics, run, same, weights
 from train import lr_at
 

@@ -16,9 +16,9 @@ from wandb.util import get_core_path
 
 from measure.plots import Plot
 from model.checkpoint import latest_checkpoint
-from runs import Ranks, TrainConfig, checked
 from runs.folder import RESUMABLE, fix_scaling, resumed
-from runs.settings import check_settings
+from runs.processes import Ranks
+from runs.settings import TrainConfig, check_settings, checked
 from train import Trainer
 
 REPOSITORY = Path(__file__).parents[1]

@@ -12,7 +12,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from data import DataConfig, absolute
+from data import DataConfig
 from tests.data.toys import files, jsonl, texts, write
 
 zstd = importlib.import_module("compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd")
@@ -79,11 +79,11 @@ def test_paths_hold_in_any_working_directory(tmp_path, monkeypatch):
     jsonl(tmp_path / "a.jsonl", "one")
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
-    here = absolute(files(["a.jsonl", "*.jsonl"], cache="cache"))
+    here = files(["a.jsonl", "*.jsonl"], cache="cache")
     monkeypatch.chdir("/")
     assert texts(here) == texts(files("~/*.jsonl")) == ["one"]
     assert here.cache == str(tmp_path / "cache")
-    assert absolute(DataConfig("stdlib", "stdlib")).cache.startswith("~")
+    assert DataConfig("stdlib", "stdlib").cache.startswith("~")
 
 
 LATE_NUMBER = b'{"text": "%s"}\n' % (b"a" * 500) * 30_000 + b'{"text": 5}'  # in a part of its own

@@ -69,6 +69,7 @@ def test_the_usable_length_in_words():
     assert usable({"value": 800.0, "low": 700.0, "high": 1024.0, "open": ["high"]}) == "800 [700, ≥ 1024]"
     assert usable({"value": 1024.0, "low": 1024.0, "high": 1024.0, "open": ["value", "low", "high"]}) == "≥ 1024"
     assert usable({"value": 332.4, "low": None, "high": None, "open": []}) == "332"
+    assert usable({"value": 260.4, "low": 259.6, "high": 284.0, "open": []}) == "260 [260, 284]"
     assert usable({"value": 64.0, "low": None, "high": None, "open": [], "note": "table ends at 64"}) == "64 (table)"
 
 

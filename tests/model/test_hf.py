@@ -216,7 +216,7 @@ def test_an_imported_run_has_the_logits_and_settings_of_its_source(tmp_path):
 
 
 def test_settings_of_an_imported_run_are_read_by_train_and_eval(tmp_path, two_runs):
-    from runs import read_run
+    from runs.folder import read_run
 
     tiny_gpt2(tmp_path / "hf")
     import_run(str(tmp_path / "hf"), tmp_path / "run", two_runs / "rope")

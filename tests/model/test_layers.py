@@ -90,6 +90,12 @@ def attention_by_hand(model, layer, x, log_scale=lambda p: 1.0, window=10**9, ro
     return block.out(out.view(1, T, -1))
 
 
+def test_ssmax_counts_keys_wherever_positions_begin():
+    model = small_model({"name": "none"}, query_scale="ssmax")
+    tokens = random_tokens(model, 1, 20)
+    torch.testing.assert_close(model(tokens, positions=100 + torch.arange(20)), model(tokens), rtol=0, atol=1e-12)
+
+
 @pytest.mark.parametrize(
     ("recipe", "by_hand"),
     [
@@ -252,6 +258,7 @@ def test_a_learned_table_ends_in_patterns_too():
         ({"sinks": 1}, r"model\.sinks=1"),
         ({"sinks": True, "attention": "linear"}, r"model\.attention=linear: has no softmax"),
         ({"pos": {"name": "rope", "turning": 0.0}}, r"pos\.turning=0\.0"),
+        ({"pos": {"name": "rope", "turning": 0.01}}, r"pos\.turning=0\.01: turns none of 8 planes"),
     ],
     ids=str,
 )
