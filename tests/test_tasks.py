@@ -150,7 +150,7 @@ def test_padding_and_batches_change_no_answer():
 def test_batches_change_no_answer_under_a_scaling_that_follows_the_length(monkeypatch):
     """Each batch is as wide as its longest string; the frequencies go by the longest of the range instead."""
     task = Task("copy", train_max=8, test=[[4, 8]], strings=60)
-    model = small_model({"name": "rope"}, torch.float32, vocab_size=task.vocab_size, train_length=14)
+    model = small_model({"name": "rope"}, torch.float32, vocab_size=task.vocab_size, train_length=16)
     fit(model, task)
     scaled = GPT(replace(model.config, scaling={"name": "linear"})).eval()
     scaled.load_state_dict(model.state_dict())
