@@ -26,12 +26,11 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 
 from data import DataConfig, get_tokenizer, prepare
 from measure import Report, Scoring, Text, comparability, evaluate_lengths, measure
-from measure.answers import AnswerReport, evaluate_task, log_answers, measure_task
-from measure.curves import log_measurements
+from measure.answers import AnswerReport, evaluate_task, measure_task
 from measure.groups import labels_of, scaling_words, seedless
 from measure.passes import token_bar
 from measure.probes import PROBES
-from measure.report import coverage
+from measure.report import coverage, log_curve, log_measurements
 from measure.windows import PROTOCOLS, default_lengths, default_stride
 from model import GPT, GPTConfig
 from model.checkpoint import checkpoints, latest_checkpoint, load_weights, read_config, step_of
@@ -251,7 +250,7 @@ def evaluate_tasks(
     for run, found in zip(planned, answers, strict=True):
         with wandb_of(run, config) as wandb_run:
             stretched = "".join(f"_{word}" for word in scaling_words(run.scaling))
-            log_answers(found.rows, f"extrapolation/{run.settings.task.name}{stretched}", wandb_run.log, wandb_run)
+            log_curve(found["rows"], f"extrapolation/{run.settings.task.name}{stretched}", wandb_run.log, wandb_run)
     log.info("wrote    %s", out / "report.html")
     return report.results
 

@@ -26,8 +26,8 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 
 from data import DataConfig, TokenFiles, draw_batch, draw_positions, get_tokenizer, prepare
 from measure import Report, Scoring, Text, measure, with_error
-from measure.answers import AnswerReport, in_words, log_answers, measure_task
-from measure.curves import log_curve
+from measure.answers import AnswerReport, measure_task, with_interval
+from measure.report import log_curve
 from measure.windows import default_lengths, default_stride
 from model import GPT, GPTConfig
 from model.checkpoint import latest_checkpoint, load_state, load_weights, prune_checkpoints, save_checkpoint
@@ -67,9 +67,9 @@ class Trainer:
             if config.init_from:
                 run_folder.start_from(self.model, Path(config.init_from).expanduser())
         self.pending = [*state.get("pending", [])]  # since the last row of metrics: (step, loss, gradient norm)
-        flops, of_pos = self.model.flops_per_token(config.model.train_length), self.model.pos.parameters()
-        size = f"{self.model.num_parameters():,} parameters ({sum(p.numel() for p in of_pos):,} for positions)"
-        about = f"{size}, {flops / 1e6:.1f} MFLOP a token, train length {config.model.train_length}"
+        length, flops = config.model.train_length, self.model.flops_per_token(config.model.train_length)
+        size, own = (sum(p.numel() for p in part.parameters()) for part in (self.model, self.model.pos))
+        about = f"{size:,} parameters ({own:,} for positions), {flops / 1e6:.1f} MFLOP a token, train length {length}"
         log.info("model    %s: %s", scheme_name(config), about)
         peak = devices.peak_flops(self.device, t.peak_flops)
         self.mfu_of_rate = peak and 3 * flops / (peak * ranks.world_size)  # the pass backward costs two passes forward
@@ -222,26 +222,27 @@ class Trainer:
         if self.task:
             with self.autocast:
                 found = self.ranks.share(measure_task(self.model, self.task, about))
-            right = found.rows[0]["exact_match"] or 0.0
+            rows, right = found["rows"], found["rows"][0]["exact_match"] or 0.0
             score, self.solved = 1 - right, self.task.stop_at is not None and right >= self.task.stop_at
-            row = {f"val/exact_match_{row['range']}": row["exact_match"] for row in found.rows}
-            log.info("step %d  exact match at %s", self.step, in_words(found.rows))
+            row = {f"val/exact_match_{row['range']}": row["exact_match"] for row in rows}
+            shown = ", ".join(f"{row['range']}: {with_interval(row)}" for row in rows)
+            log.info("step %d  exact match at %s", self.step, shown)
         else:
             with self.autocast:  # measure() reports its progress in all processes at once
                 (found,) = measure(self.model, self.text, self.scoring, about, self._stop_if_asked, self.ranks)
-            trained = found.row(self.config.model.train_length)
+            rows, trained = found.rows, found.row(self.config.model.train_length)
             score = trained["nll"]
             row = {"val/loss": score} | {f"val/{key}": trained[key] for key in ("perplexity", "bits_per_byte")}
-            row |= {f"val/perplexity_{at['length']}": at["perplexity"] for at in found.rows if at["nll"] is not None}
-            shown = ", ".join(f"{row['length']}: {with_error(row)}" for row in found.rows)
+            row |= {f"val/perplexity_{at['length']}": at["perplexity"] for at in rows if at["nll"] is not None}
+            shown = ", ".join(f"{row['length']}: {with_error(row)}" for row in rows)
             log.info("step %d  validation perplexity at %s", self.step, shown)
         self._record(row)
         if self.solved:
             self._checkpoint()
         if self.ranks.first and (self.solved or self.step == self.config.train.max_steps):
-            report, log_rows = (AnswerReport([found]), log_answers) if self.task else (Report([found]), log_curve)
+            report = AnswerReport([found]) if self.task else Report([found])
             report.write(self.folder, html=False)
-            log_rows(found.rows, "extrapolation/final", self._record, self.wandb)
+            log_curve(rows, "extrapolation/final", self._record, self.wandb)
             log.info("%s\n\n%s", report.text(), run_folder.next_commands(self.folder, self.config))
         return score
 

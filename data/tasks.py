@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.random import Generator
 
-from model.checks import check_whole, is_number
-from model.registry import lookup
+from model.checks import check_whole, is_number, lookup
 
 BEGIN, SEPARATOR, END, PAD, SYMBOL = range(5)  # SYMBOL: the id of a task's first symbol
 HELD_OUT = 8  # one string of so many is for tests only

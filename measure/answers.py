@@ -5,7 +5,7 @@ same as whether greedy decoding gives the answer.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ import torch
 
 from measure import plots
 from measure.groups import by_model
-from measure.report import figures, write_files
+from measure.report import Pages, figures
 from measure.tables import NOTHING, Table
 from model import GPT
 from model.sampling import evaluating
@@ -62,26 +62,15 @@ def with_interval(row: dict | None) -> str:
     return f"{value} [{low}, {high}]"
 
 
-def in_words(rows: Sequence[dict]) -> str:
-    return ", ".join(f"{row['range']}: {with_interval(row)}" for row in rows)
-
-
-@dataclass(frozen=True)
-class Answers:
-    """What a run answers. about: run, folder, checkpoint, seed, key (equal for seeds of a model), task, pos."""
-
-    about: dict
-    rows: list[dict]
-
-
-def measure_task(model: GPT, task: Any, about: dict) -> Answers:
+def measure_task(model: GPT, task: Any, about: dict) -> dict:
+    """What a run answers: task, pos, rows; and about: run, folder, checkpoint, seed, key (equal for seeds of one)."""
     known = {"protocol": "exact match", "key": "", "task": task.name, "pos": model.config.pos}
-    return Answers(known | about, evaluate_task(model, task))
+    return known | about | {"rows": evaluate_task(model, task)}
 
 
-def over_seeds(seeds: Sequence[Answers], span: str) -> dict | None:
+def over_seeds(seeds: Sequence[dict], span: str) -> dict | None:
     """The row of a range; of several seeds their mean, and as low and high the lowest and the highest of them."""
-    rows = [row for one in seeds for row in one.rows if row["range"] == span]
+    rows = [row for one in seeds for row in one["rows"] if row["range"] == span]
     values = [row["exact_match"] for row in rows]
     if len(rows) < 2 or None in values:
         return rows[0] if rows else None
@@ -89,51 +78,43 @@ def over_seeds(seeds: Sequence[Answers], span: str) -> dict | None:
 
 
 @dataclass
-class AnswerReport:
-    """Answers of runs side by side, with the interface of measure.Report."""
+class AnswerReport(Pages):
+    """Results of measure_task side by side, with the interface of measure.Report."""
 
-    answers: Sequence[Answers]
+    results: Sequence[dict]
     commands: Sequence[str] = ()
 
     def __post_init__(self):
-        self.models = by_model(self.answers)
-        rows = sorted((row for one in self.answers for row in one.rows), key=lambda row: row["to"])
+        self.models = by_model(self.results, lambda one: one)
+        rows = sorted((row for one in self.results for row in one["rows"]), key=lambda row: row["to"])
         self.spans = list(dict.fromkeys(row["range"] for row in rows))
 
     @property
-    def results(self) -> list[dict]:
-        return [one.about | {"rows": one.rows} for one in self.answers]
-
-    @property
-    def table(self) -> Table:
+    def tables(self) -> list[Table]:
         """Models of several seeds, and those of their seeds without a wrong answer in the first range, which is what
         papers average over; then run by run."""
         lines = []
         for label, seeds in self.models:
-            right = [one for one in seeds if one.rows[0]["exact_match"] == 1]
+            right = [one for one in seeds if one["rows"][0]["exact_match"] == 1]
             lines += [(label, seeds), (f"{label}, seeds right in {self.spans[0]}", right)] if len(seeds) > 1 else []
-        lines += [(one.about["run"], [one]) for one in self.answers]
+        lines += [(one["run"], [one]) for one in self.results]
         rows = [
             [name, str(len(of)), *(with_interval(over_seeds(of, s)) for s in self.spans)] for name, of in lines if of
         ]
         note = "[ ]: Wilson's 95 % interval over test strings; of several seeds, lowest and highest seed"
-        return Table("exact match by length", ["model", "seeds", *self.spans], rows, note)
+        return [Table("exact match by length", ["model", "seeds", *self.spans], rows, note)]
 
-    def text(self) -> str:
-        return self.table.text()
+    def document(self) -> dict:
+        return self.results[0] if len(self.results) == 1 else {"commands": [*self.commands], "results": self.results}
 
     def write(self, folder: Path, html: bool = False) -> None:
-        """extrapolation.json and extrapolation.png; with html also SVG, tables.md and report.html."""
         caption = "Bars: 95 % interval over test strings; of several seeds, the lowest and highest."
         made = {"extrapolation": plots.Plot([self._draw], caption)}
-        body = ["<h1>Exact match by length</h1>", figures(made), self.table.html()] if html else None
-        document = {"commands": list(self.commands), "results": self.results}
-        document = self.results[0] if len(self.answers) == 1 else document
-        write_files(folder, made, document, [self.table], body, self.commands)
+        body = ["<h1>Exact match by length</h1>", figures(made), self.tables[0].html()] if html else None
+        self.write_files(folder, made, body)
 
     def _draw(self, axes: Any) -> None:
-        """A curve a model over the ranges of lengths."""
-        looks = plots.styles([(label, seeds[0].about) for label, seeds in self.models])
+        looks = plots.styles([(label, seeds[0]) for label, seeds in self.models])
         for label, seeds in self.models:
             rows = [over_seeds(seeds, span) or {} for span in self.spans]
             middle, *ends = (np.array([row.get(key) for row in rows], float) for key in ("exact_match", "low", "high"))
@@ -141,11 +122,3 @@ class AnswerReport:
             axes.errorbar(self.spans, middle, [abs(middle - end) for end in ends], **look)
         axes.set(xlabel="length of the input", ylabel="exact match of the answer", ylim=(-0.03, 1.03))
         axes.grid(alpha=0.25)
-
-
-def log_answers(rows: Sequence[dict], prefix: str, record: Callable[[dict], None], wandb_run: Any) -> None:
-    """The curve as a metric with the longest length of each range as its x-axis, and summary values to sort runs by."""
-    rows = [row for row in rows if row["exact_match"] is not None]
-    for row in rows:
-        record({"extrapolation/length": row["to"], f"{prefix}/exact_match": row["exact_match"]})
-    wandb_run.summary.update({f"{prefix}/exact_match_{row['range']}": row["exact_match"] for row in rows})

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from measure.measurement import Measurement
 from measure.statistics import standard_error
-from model.registry import lookup
+from model.checks import lookup
 from model.scaling import SCALINGS
 
 SEED = r"[_\- ]*seed[_\-= ]*\d+"  # in a run's name
@@ -28,17 +28,17 @@ def labels_of(runs: Sequence[dict]) -> dict[str, str]:
     return labels
 
 
-def by_model(found: Sequence[Any]) -> list[tuple[str, list]]:
-    """Label and seeds of each model under each protocol, in the order they come. found: whatever has `about`."""
-    labels, groups = labels_of([one.about for one in found]), {}
+def by_model(found: Sequence[Any], about: Callable[[Any], dict]) -> list[tuple[str, list]]:
+    """Label and seeds of each model under each protocol, in the order they come. about: run, key, protocol of each."""
+    labels, groups = labels_of([about(one) for one in found]), {}
     for one in found:
-        groups.setdefault((one.about["protocol"], one.about["key"]), []).append(one)
+        groups.setdefault((about(one)["protocol"], about(one)["key"]), []).append(one)
     return [(labels[key], seeds) for (_, key), seeds in groups.items()]
 
 
 def grouped(measurements: Sequence[Measurement]) -> list[Measurement]:
     """Seeds of one model as one measurement, protocol by protocol, in the order they come."""
-    return [_together(label, seeds) for label, seeds in by_model(measurements)]
+    return [_together(label, seeds) for label, seeds in by_model(measurements, lambda one: one.about)]
 
 
 def _together(label: str, seeds: list[Measurement]) -> Measurement:

@@ -11,7 +11,7 @@ import torch
 
 from measure.passes import BATCH_TOKENS, plan_passes, score, token_bar
 from measure.statistics import ENOUGH_DOCUMENTS, estimate, exp
-from measure.windows import PROTOCOLS, Windows, cut, cut_by_position, stretches, widening_edges
+from measure.windows import PROTOCOLS, Windows, cut, cut_by_position, widening_edges
 from model import GPT
 from model.checks import check_whole
 from model.positions import PositionScheme
@@ -47,19 +47,10 @@ class Scoring:
     by_position: bool = False
 
     def pieces(self, text: Text) -> tuple[np.ndarray, str]:
-        """Where windows may lie, int64 (pieces, 2), and in words which documents those are. Raises ValueError."""
-        self._check(len(text.tokens))
-        total, longest = len(text.offsets) - 1, max(self.lengths)
-        inside = stretches(len(text.tokens), longest, text.offsets)
-        if self.documents == "within" and not len(inside):
-            most = f"the longest has {np.diff(text.offsets).max()}; use shorter lengths or documents=across"
-            raise ValueError(f"documents=within: no document holds a window of {longest} tokens and its target, {most}")
-        if self.documents == "within" or (self.documents is None and len(inside) >= ENOUGH_DOCUMENTS):
-            return inside, f"within documents: {len(inside)} of {total} hold a window of {longest}"
-        return stretches(len(text.tokens), longest), f"across the borders of {total} documents"
+        """Where windows may lie, int64 (pieces, 2), begin and end; and in words which documents those are.
 
-    def _check(self, n_tokens: int) -> None:
-        """ValueError for settings that do not fit the text or each other."""
+        Raises ValueError for settings that do not fit the text or each other.
+        """
         if unknown := [protocol for protocol in self.protocols if protocol not in PROTOCOLS]:
             raise ValueError(f"protocol={unknown[0]!r}: use {' or '.join(PROTOCOLS)}")
         if self.documents not in (None, "within", "across"):
@@ -68,14 +59,22 @@ class Scoring:
             raise ValueError("lengths=[]: give at least one length")
         for length in self.lengths:
             check_whole("lengths", length)
-        shortest, longest = min(self.lengths), max(self.lengths)
+        check_whole("max_windows", self.max_windows, optional=True)
+        check_whole("stride", self.stride)
+        shortest, longest, n_tokens = min(self.lengths), max(self.lengths), len(text.tokens)
+        if "sliding" in self.protocols and self.stride > shortest:
+            raise ValueError(f"stride={self.stride}: must be no larger than the shortest length, {shortest}")
         if longest >= n_tokens:
             way_out = f"the {n_tokens} tokens of the text; use shorter lengths or more text"
             raise ValueError(f"lengths={longest}: a window of {longest} and its target do not fit into {way_out}")
-        check_whole("max_windows", self.max_windows, optional=True)
-        check_whole("stride", self.stride)
-        if "sliding" in self.protocols and self.stride > shortest:
-            raise ValueError(f"stride={self.stride}: must be no larger than the shortest length, {shortest}")
+        sizes, total = np.diff(text.offsets), len(text.offsets) - 1
+        inside = np.stack((text.offsets[:-1], text.offsets[1:]), axis=1)[sizes > longest]  # with the target after it
+        if self.documents == "within" and not len(inside):
+            most = f"the longest has {sizes.max()}; use shorter lengths or documents=across"
+            raise ValueError(f"documents=within: no document holds a window of {longest} tokens and its target, {most}")
+        if self.documents == "within" or (self.documents is None and len(inside) >= ENOUGH_DOCUMENTS):
+            return inside, f"within documents: {len(inside)} of {total} hold a window of {longest}"
+        return np.array([[0, n_tokens]]), f"across the borders of {total} documents"
 
     def windows(self, text: Text, scheme: PositionScheme) -> dict[str, list[Windows]]:
         """Those of each protocol, a Windows a length, and by_position, a Windows a bin; split at documents' borders."""
@@ -140,7 +139,6 @@ class Measurement:
 
     @property
     def result(self) -> dict:
-        """All of it as plain values."""
         about = {key: value for key, value in self.about.items() if key != "key"}
         by_position = {"by_position": self.by_position} if self.bins else {}
         return {**about, "rows": self.rows, "usable_length": self.usable_length(), **self.probes, **by_position}

@@ -33,22 +33,17 @@ class Plot:
     caption: str
 
     def save(self, path: Path) -> None:
-        """All panels, whole or not at all: PNG or SVG, by the ending of the path."""
-        write_file(path, lambda to: self._draw(self.panels, to, path.suffix[1:]))
+        """Whole or not at all: PNG or SVG, by the ending of the path."""
+        write_file(path, lambda to: to.write_bytes(self.draw(path.suffix[1:])))
 
-    def svg(self, panel: Callable[[Any], None]) -> bytes:
-        """One of the panels alone."""
-        self._draw([panel], file := io.BytesIO(), "svg")
-        return file.getvalue()
-
-    def _draw(self, panels: Sequence[Callable[[Any], None]], to: Any, form: str) -> None:
-        """The same figure gives the same file, without a date and random ids. A notebook's backend is left alone."""
+    def draw(self, form: str) -> bytes:
+        """The same figure gives the same bytes, without a date and random ids. A notebook's backend is left alone."""
         import matplotlib
         from matplotlib.figure import Figure
 
-        rows, columns = math.ceil(len(panels) / 2), min(2, len(panels))
-        figure, shown = Figure(layout="constrained"), {}
-        for i, draw in enumerate(panels, 1):
+        rows, columns = math.ceil(len(self.panels) / 2), min(2, len(self.panels))
+        figure, shown, file = Figure(layout="constrained"), {}, io.BytesIO()
+        for i, draw in enumerate(self.panels, 1):
             axes = figure.add_subplot(rows, columns, i)
             draw(axes)
             shown |= {label: handle for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
@@ -58,7 +53,8 @@ class Plot:
         figure.legend(shown.values(), shown.keys(), loc="outside lower center", **look)
         figure.set_size_inches(5.4 * columns, 4.0 * rows + 0.2 * math.ceil(len(shown) / fitting))
         with matplotlib.rc_context({"svg.hashsalt": "ropewalk"}):
-            figure.savefig(to, dpi=150, format=form, metadata={"Date": None} if form == "svg" else None)
+            figure.savefig(file, dpi=150, format=form, metadata={"Date": None} if form == "svg" else None)
+        return file.getvalue()
 
 
 def styles(models: Sequence[tuple[str, dict]]) -> dict[str, dict]:
@@ -88,8 +84,6 @@ def draw_curves(
 
     points: of each label x, value (None past a table) and standard error or None.
     """
-    from matplotlib import ticker
-
     for model in models:
         look, label = looks[model.label], model.label
         shown = [at for at in points[label] if at[1] is not None and math.isfinite(at[1])]
@@ -111,7 +105,7 @@ def draw_curves(
         axes.fill_between([], [], color=GREY, alpha=0.3, linewidth=0, label="± one standard error")
     axes.set_xscale("log", base=2)
     axes.set_xticks(ticks, [str(tick) for tick in ticks], rotation=45 if len(ticks) > 6 else 0)
-    axes.xaxis.set_minor_locator(ticker.NullLocator())
+    axes.minorticks_off()
     axes.grid(alpha=0.25)
 
 
@@ -129,9 +123,8 @@ def plot_lengths(protocols: dict[str, list[Measurement]], metric: str, looks: di
             axes.yaxis.set_minor_formatter(ticker.NullFormatter())
             axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
             axes.yaxis.set_major_formatter(ticker.FormatStrFormatter("%g"))
-        axes.set(
-            title=f"{protocol} windows", xlabel="tokens of context", ylabel=f"validation {metric}".replace("_", " ")
-        )
+        name = metric.replace("_", " ")
+        axes.set(title=f"{protocol} windows", xlabel="tokens of context", ylabel=f"validation {name}")
 
     return Plot([partial(panel, protocol=protocol) for protocol in protocols], BANDS)
 
@@ -158,8 +151,8 @@ def plot_recall(models: Sequence[Measurement], looks: dict[str, dict]) -> Plot:
     """What the first copy of a random string gains (measure.probes.recall), over the distance."""
 
     def panel(axes: Any) -> None:
-        rows = {model.label: model.probes["recall"] for model in models}
-        points = {label: [(row["distance"], row["gain"], row["gain_stderr"]) for row in rows[label]] for label in rows}
+        keys = ("distance", "gain", "gain_stderr")
+        points = {model.label: [tuple(row[key] for key in keys) for row in model.probes["recall"]] for model in models}
         draw_curves(axes, models, points, looks, sorted({x for of_model in points.values() for x, _, _ in of_model}))
         title = "recall: what the first copy of a random string gains"
         axes.set(title=title, xlabel="tokens from copy to copy", ylabel="nats a token")
@@ -181,8 +174,6 @@ def plot_attention(models: Sequence[Measurement]) -> Plot:
         axes.figure.colorbar(image, ax=axes, label="mean attention weight")
         axes.set_xticks(range(len(edges) - 1), [str(edge) for edge in edges[:-1]], rotation=60)
         axes.yaxis.get_major_locator().set_params(integer=True)
-        axes.set(
-            title=literal(model.label), xlabel="tokens back from the query, at least", ylabel="head, layer by layer"
-        )
+        axes.set(title=literal(model.label), ylabel="head, layer by layer", xlabel="tokens from key to query")
 
     return Plot([partial(panel, model=model) for model in models], "Mean attention weight; all models have one scale.")

@@ -71,7 +71,7 @@ def shift(model: GPT, tokens: Tensor | np.ndarray, windows: int = 32) -> list[di
     near = min(64, train_length // 4)
     length, rows = train_length - near, []
     ids = _windows(token_array(tokens), length + 1, windows)
-    with torch.inference_mode(), evaluating(model), _no_autocast(model):
+    with torch.inference_mode(), evaluating(model), torch.autocast(model.embedding.weight.device.type, enabled=False):
         base = _losses(model, ids)
         for first in sorted({0, near, train_length, 8 * train_length}):
             values = ("nll", "difference", "stderr", "mean_change", "max_change")
@@ -90,13 +90,13 @@ def shift(model: GPT, tokens: Tensor | np.ndarray, windows: int = 32) -> list[di
 def attention_by_distance(model: GPT, tokens: Tensor | np.ndarray, length: int, windows: int = 4) -> dict:
     """Mean attention weight by layer, head and distance (position of the query minus that of the key).
 
-    Over up to `windows` windows of `length` tokens, without autocast. Returns edges, weights, windows and length. Bin i
-    has the distances edges[i] to edges[i + 1] - 1; weights[layer][head][i] is the mean over all pairs of a query and a
-    key in it. Raises ValueError for linear attention, which has no such weights, and past a learned table.
+    Over up to `windows` windows of `length` tokens (at most a learned table's), without autocast. Returns edges,
+    weights, windows and length. Bin i has the distances edges[i] to edges[i + 1] - 1; weights[layer][head][i] is the
+    mean over all pairs of a query and a key in it. Raises ValueError for linear attention, which has no such weights.
     """
     if model.config.attention == "linear":
         raise ValueError("model.attention=linear: has no attention weights to look at, only softmax has")
-    model.pos.check_position(length - 1)
+    length = min(length, model.pos.max_length or length)
     edges, c = widening_edges(length), model.config
     device = next(model.parameters()).device
     bin_of = torch.from_numpy(np.repeat(np.arange(len(edges) - 1), np.diff(edges))).to(device)  # (length,)
@@ -108,7 +108,7 @@ def attention_by_distance(model: GPT, tokens: Tensor | np.ndarray, length: int, 
 
     hooks = [block.attention.register_forward_pre_hook(add) for block in model.blocks]
     try:
-        with torch.inference_mode(), evaluating(model), _no_autocast(model):
+        with torch.inference_mode(), evaluating(model), torch.autocast(device.type, enabled=False):
             for window in torch.from_numpy(ids):
                 model(window[None].to(device), targets=torch.full((1, length), -100, device=device))  # no logits needed
     finally:
@@ -124,10 +124,11 @@ def _summed_weights(module: Attention, x: Tensor, p: Pass, bin_of: Tensor, bins:
     T, H = x.shape[1], module.n_head
     q, k, _ = module.heads(x, p)
     k = k.repeat_interleave(H // module.n_kv_head, dim=1)
-    view, sums, rows = module.view(p), torch.zeros(H, bins, dtype=torch.float64), max(16, BLOCK // (H * T))
+    sums, rows = torch.zeros(H, bins, dtype=torch.float64), max(16, BLOCK // (H * T))
     for start in range(0, T, rows):
         at, seen = p.positions[start : start + rows], p.key_positions[: start + rows]
-        weights = attention_weights(q[:, :, start : start + rows], k[:, :, : start + rows], view, at, seen)[0]
+        view = module.view(p._replace(positions=at, key_positions=seen))
+        weights = attention_weights(q[:, :, start : start + rows], k[:, :, : start + rows], view)[0]
         index = bin_of[(at[:, None] - seen).clamp(min=0)].expand_as(weights)  # later keys add 0 to any bin
         by_query = weights.new_zeros(*weights.shape[:2], bins).scatter_add_(-1, index, weights)
         sums += by_query.cpu().double().sum(dim=1)
@@ -154,14 +155,8 @@ def _losses(model: GPT, ids: np.ndarray, first_scored: int = 0, positions: Tenso
     return np.concatenate(losses)
 
 
-def _no_autocast(model: GPT) -> torch.autocast:
-    return torch.autocast(next(model.parameters()).device.type, enabled=False)
-
-
 PROBES = {  # of a model, a text's tokens and the longest length
     "recall": recall,
     "shift": lambda model, tokens, longest: shift(model, tokens),
-    "attention": lambda model, tokens, longest: attention_by_distance(
-        model, tokens, min(longest, model.pos.max_length or longest)
-    ),
+    "attention": attention_by_distance,
 }

@@ -1,16 +1,17 @@
-"""What a measurement leaves behind: extrapolation.json, plots, tables.md, and a report.html that needs no network."""
+"""What a measurement leaves behind: JSON, plots, tables.md, a report.html that needs no network, metrics in wandb."""
 
 import base64
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from html import escape
 from pathlib import Path
 from string import Template
+from typing import Any
 
 from measure import plots, tables
-from measure.groups import grouped
+from measure.groups import grouped, scaling_words
 from measure.measurement import Measurement
 from measure.statistics import finite
 from measure.tables import Table
@@ -19,8 +20,30 @@ from model.checkpoint import write_text
 PAGE = Template((Path(__file__).parent / "page.html").read_text(encoding="utf-8"))
 
 
+class Pages:
+    """What is written of a report, which has tables, commands and a document."""
+
+    probed: Sequence[Table] = ()  # under a head of their own
+
+    def text(self) -> str:
+        return "\n\n".join(table.text() for table in (*self.tables, *self.probed))
+
+    def write_files(self, folder: Path, made: dict[str, plots.Plot], body: list[str] | None) -> None:
+        """extrapolation.json, plots as PNG; with the parts of a page's body also SVG, tables.md and report.html."""
+        folder.mkdir(parents=True, exist_ok=True)
+        for stem, plot in made.items():
+            for ending in (".png",) if body is None else (".png", ".svg"):
+                plot.save(folder / f"{stem}{ending}")
+        if body is not None:
+            write_text(folder / "tables.md", "\n".join(table.markdown() for table in (*self.tables, *self.probed)))
+            words = {"body": "\n".join(body), "commands": escape("\n".join(self.commands))}
+            write_text(folder / "report.html", PAGE.substitute(words))
+        # The last of all: where it is, the others are.
+        write_text(folder / "extrapolation.json", json.dumps(finite(self.document()), indent=1) + "\n")
+
+
 @dataclass
-class Report:
+class Report(Pages):
     """Measurements side by side. reference: the label that the others are compared with; None: the first."""
 
     measurements: Sequence[Measurement]
@@ -81,9 +104,6 @@ class Report:
             found += [{**names, "model": model.label, "length": n, **pair} for model, n, pair in pairs if pair]
         return found
 
-    def text(self) -> str:
-        return "\n\n".join(table.text() for table in (*self.tables, *self.probed))
-
     def document(self) -> dict:
         """extrapolation.json: of a single measurement its result, of several an object that holds them all."""
         if len(self.measurements) == 1:
@@ -97,7 +117,6 @@ class Report:
         return {**about, "results": self.results, "groups": groups, "paired": self.paired}
 
     def write(self, folder: Path, html: bool = False) -> None:
-        """extrapolation.json and extrapolation.png; with html also SVG, the other plots, tables.md and report.html."""
         looks, probes = plots.styles([(model.label, model.about) for model in self.groups]), {}
         curves = {"extrapolation": plots.plot_lengths(self.protocols, self.metric, looks)}
         if html and self.alike:
@@ -107,8 +126,7 @@ class Report:
                 probes["recall"] = plots.plot_recall(recalled, looks)
             if attentive := [one for one in self.measurements if "attention" in one.probes]:
                 probes["attention"] = plots.plot_attention(attentive)
-        body = self._body(curves, probes) if html else None
-        write_files(folder, curves | probes, self.document(), [*self.tables, *self.probed], body, self.commands)
+        self.write_files(folder, curves | probes, self._body(curves, probes) if html else None)
 
     def _body(self, curves: dict[str, plots.Plot], probes: dict[str, plots.Plot]) -> list[str]:
         """A sentence a model, the curves, the tables, the probes."""
@@ -126,32 +144,11 @@ class Report:
         return parts
 
 
-def write_files(
-    folder: Path,
-    made: dict[str, plots.Plot],
-    document: dict,
-    shown: Sequence[Table],
-    body: list[str] | None,
-    commands: Sequence[str],
-) -> None:
-    """extrapolation.json and each plot as PNG; with the parts of a page's body also SVG, tables.md and report.html."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for stem, plot in made.items():
-        for ending in (".png",) if body is None else (".png", ".svg"):
-            plot.save(folder / f"{stem}{ending}")
-    if body is not None:
-        write_text(folder / "tables.md", "\n".join(table.markdown() for table in shown))
-        words = {"body": "\n".join(body), "commands": escape("\n".join(commands))}
-        write_text(folder / "report.html", PAGE.substitute(words))
-    # The last of all: where it is, the others are.
-    write_text(folder / "extrapolation.json", json.dumps(finite(document), indent=1) + "\n")
-
-
 def figures(made: dict[str, plots.Plot]) -> str:
     """Panel by panel, so that they stand side by side where there is room."""
     image = '<figure><img alt="{}" src="data:image/svg+xml;base64,{}"><figcaption>{}</figcaption></figure>'
-    panels = [(name, plot.svg(panel), plot.caption) for name, plot in made.items() for panel in plot.panels]
-    shown = [image.format(name, base64.b64encode(svg).decode(), caption) for name, svg, caption in panels]
+    panels = [(name, plots.Plot([panel], plot.caption)) for name, plot in made.items() for panel in plot.panels]
+    shown = [image.format(name, base64.b64encode(one.draw("svg")).decode(), one.caption) for name, one in panels]
     return "\n".join(["<div class=plots>", *shown, "</div>"])
 
 
@@ -175,3 +172,46 @@ def comparability(measurements: Sequence[Measurement]) -> list[str]:
     if len({one["tokenizer"] for one in about}) > 1:
         notes.append("different tokenizers: bits per byte only, and a length is in each run's own tokens")
     return list(dict.fromkeys(notes))
+
+
+def log_curve(rows: Sequence[dict], prefix: str, record: Callable[[dict], None], wandb_run: Any) -> None:
+    """The curve as metrics with length as their x-axis, and a summary value a length to sort runs by.
+
+    rows: of a Measurement, or of a task's answers, whose x is the longest length of a range.
+    """
+    for row in rows:
+        metric, at = ("exact_match", row["range"]) if "range" in row else ("perplexity", row["length"])
+        if row[metric] is not None:
+            keys = [key for key in ("nll", "perplexity", "stderr", "bits_per_byte", "exact_match") if key in row]
+            record({"extrapolation/length": row.get("to", at), **{f"{prefix}/{key}": row[key] for key in keys}})
+            wandb_run.summary.update({f"{prefix}/{metric}_{at}": row[metric]})
+
+
+def log_measurements(found: Sequence[Measurement], report: Report, wandb_run: Any) -> None:
+    """Curves by length and by position, probes, the usable length, and the table of paired differences."""
+    import wandb  # it is the caller's: wandb_run is a run of it
+
+    first = found[0]
+    stretched = "".join(f"_{word}" for word in scaling_words(first.about["scaling"]))
+
+    def record(row: dict) -> None:
+        wandb_run.log({key: value for key, value in row.items() if value is not None})  # wandb shows None as a value
+
+    for measurement in found:
+        prefix = f"extrapolation/{measurement.about['protocol']}{stretched}"
+        log_curve(measurement.rows, prefix, record, wandb_run)
+        if usable := measurement.usable_length():
+            wandb_run.summary.update({f"{prefix}/usable_length": usable["value"]})
+    for row in first.by_position:
+        values = {f"by_position/{key}{stretched}": row[key] for key in ("nll", "stderr")}
+        record({"by_position/position": row["to"], **values})
+    for row in first.probes.get("recall", ()):
+        values = {f"recall/{key}{stretched}": row[key] for key in ("nll", "control_nll", "gain")}
+        record({"recall/distance": row["distance"], **values})
+    for row in first.probes.get("shift", ()):
+        wandb_run.summary.update({f"shift/mean_change_{row['shift']}{stretched}": row["mean_change"]})
+    columns = ["protocol", "model", "reference", "length", "difference", "low", "high", "documents"]
+    mine = next(model.label for model in report.groups if model.about["key"] == first.about["key"])
+    if pairs := [pair for pair in report.paired if pair["model"] == mine]:
+        rows = [[pair[column] for column in columns] for pair in pairs]
+        wandb_run.log({f"paired{stretched}": wandb.Table(columns=columns, data=rows)})

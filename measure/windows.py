@@ -58,15 +58,6 @@ class Windows:
         return np.bincount(document, weights=values)
 
 
-def stretches(n_tokens: int, longest: int, documents: np.ndarray | None = None) -> np.ndarray:
-    """The pieces of text that windows may not leave, int64 (pieces, 2), begin and end: all of it, or each document
-    (offsets, (documents + 1,)) that holds a window of the longest length and its target."""
-    if documents is None:
-        return np.array([[0, n_tokens]])
-    pieces = np.stack((documents[:-1], documents[1:]), axis=1)
-    return pieces[pieces[:, 1] - pieces[:, 0] > longest]
-
-
 def cut(
     pieces: np.ndarray, length: int, longest: int, protocol: str, stride: int, max_windows: int | None = None
 ) -> Windows:

@@ -22,64 +22,59 @@ class View(NamedTuple):
     """What the queries of a layer see, and what a scheme adds to it."""
 
     scheme: PositionScheme
+    positions: Tensor  # int64 (Tq,), of the queries
+    key_positions: Tensor  # int64 (Tk,)
     window: int | None = None  # a query sees itself and the window - 1 tokens before it; None: all before it
     sinks: Tensor | None = None  # (H,): logits in the softmax's denominator whose value is 0 (gpt-oss, 2025)
     shared: dict | None = None  # biases of earlier layers of a pass, by block of queries
 
-    def bias(self, q: Tensor, positions: Tensor, key_positions: Tensor, block: int | None = None) -> Tensor:
+    def bias(self, q: Tensor, block: int | None = None) -> Tensor:
         """The scheme's bias, -inf at keys not seen: (1 or B, 1 or H, Tq, Tk) in q's dtype. Nothing else masks.
 
         With sinks (1 or B, H, Tq, 1 + Tk): the first column is theirs, for a key of zeros before the others. block:
         where its queries begin, to share the bias with other layers; None: not to be shared.
         """
-        if self.shared is None or block is None or self.scheme.bias_sees_queries:
-            bias = self._masked_bias(q, positions, key_positions)
-        else:
-            key = self.scheme, self.window, block
-            if key not in self.shared:
-                self.shared[key] = self._masked_bias(q, positions, key_positions)
-            bias = self.shared[key]
+        shared = {} if self.shared is None or block is None or self.scheme.bias_sees_queries else self.shared
+        key = self.scheme, self.window, block
+        if key not in shared:
+            shared[key] = self._masked_bias(q)
         if self.sinks is None:
-            return bias
-        sinks = self.sinks.to(q.dtype)[None, :, None, None].expand(len(bias), -1, len(positions), 1)
-        return torch.cat((sinks, bias.expand(-1, q.shape[1], -1, -1)), dim=-1)
+            return shared[key]
+        sinks = self.sinks.to(q.dtype)[None, :, None, None].expand(len(shared[key]), -1, len(self.positions), 1)
+        return torch.cat((sinks, shared[key].expand(-1, q.shape[1], -1, -1)), dim=-1)
 
-    def _masked_bias(self, q: Tensor, positions: Tensor, key_positions: Tensor) -> Tensor:
+    def _masked_bias(self, q: Tensor) -> Tensor:
+        scheme, positions, key_positions, window, *_ = self
         hidden = key_positions > positions[:, None]
-        if self.window is not None:
-            hidden = hidden | (key_positions <= positions[:, None] - self.window)
-        scheme = self.scheme
+        if window is not None:
+            hidden = hidden | (key_positions <= positions[:, None] - window)
         bias = scheme.bias(q, positions, key_positions) if scheme.biased else q.new_zeros((1, *hidden.shape))
         bias = bias.to(q.dtype).masked_fill(hidden, -math.inf)
         return bias if bias.ndim == 4 else bias[None]
 
 
-def attention_weights(
-    q: Tensor, k: Tensor, view: View, positions: Tensor, key_positions: Tensor, block: int | None = None
-) -> Tensor:
+def attention_weights(q: Tensor, k: Tensor, view: View, block: int | None = None) -> Tensor:
     """softmax(q kᵀ / √head_dim + bias), (B, H, Tq, Tk), 0 at keys not seen. q and k as rotated, with as many heads."""
     scores = (q / math.sqrt(q.shape[-1])) @ k.mT
     if view.sinks is not None:
         scores = F.pad(scores, (1, 0))
-    weights = (scores + view.bias(q, positions, key_positions, block)).softmax(dim=-1)
+    weights = (scores + view.bias(q, block)).softmax(dim=-1)
     return weights if view.sinks is None else weights[..., 1:]
 
 
-def softmax_attention(
-    q: Tensor, k: Tensor, v: Tensor, view: View, positions: Tensor, key_positions: Tensor, dropout: float = 0.0
-) -> Tensor:
+def softmax_attention(q: Tensor, k: Tensor, v: Tensor, view: View, dropout: float = 0.0) -> Tensor:
     """softmax(q kᵀ / √head_dim + bias) v, (B, H, Tq, head_dim).
 
     A bias goes in blocks of queries, each with the keys it sees, so that no large bias (H, Tq, Tk) exists whole.
     """
-    scheme, window, sinks, _ = view
+    scheme, positions, key_positions, window, sinks, shared = view
     H, Tq, Tk, grouped = q.shape[1], q.shape[2], k.shape[2], q.shape[1] != k.shape[1]
     # In bfloat16 a CPU trains three times as fast on plain products as on the fused kernel. Measurements keep the
     # kernel, which rounds the scores once less.
     plain = scheme.weighs_values or (q.device.type == "cpu" and q.dtype == torch.bfloat16 and q.requires_grad)
     if not (scheme.biased or window or sinks is not None or plain):
         # is_causal aligns its triangle with the first key; a chunk after cached tokens needs the mask written out.
-        mask = view.bias(q, positions, key_positions) if 1 < Tq < Tk else None
+        mask = view.bias(q) if 1 < Tq < Tk else None
         causal = mask is None and Tq > 1
         return F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=causal, enable_gqa=grouped)
     if grouped and plain:
@@ -92,14 +87,14 @@ def softmax_attention(
         block, past = slice(start, start + rows), Tk - Tq + start
         seen = slice(max(0, past + 1 - window) if window else 0, past + min(rows, Tq - start))
         part, keys, values = q[:, :, block], k[:, :, seen], v[:, :, seen]
-        at = view, positions[block], key_positions[seen]
+        at = View(scheme, positions[block], key_positions[seen], window, sinks, shared)
         share = start if H * Tq * Tk <= BLOCK else None
         if plain:
-            weights = F.dropout(attention_weights(part, keys, *at, share).to(v.dtype), dropout)
+            weights = F.dropout(attention_weights(part, keys, at, share).to(v.dtype), dropout)
             output = weights @ values
-            outputs.append(output + scheme.values(weights, *at[1:]) if scheme.weighs_values else output)
+            outputs.append(output + scheme.values(weights, *at[1:3]) if scheme.weighs_values else output)
         else:
-            bias = view.bias(part, *at[1:], share)
+            bias = at.bias(part, share)
             if sinks is not None:
                 keys, values = (F.pad(x, (0, 0, 1, 0)) for x in (keys, values))
             outputs.append(F.scaled_dot_product_attention(part, keys, values, bias, dropout, enable_gqa=grouped))

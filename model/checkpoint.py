@@ -45,7 +45,6 @@ def write_file(path: Path, write: Callable[[Path], Any]) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """write_file for a text, in UTF-8."""
     write_file(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
 
 
@@ -78,7 +77,6 @@ def save_checkpoint(
 
 
 def step_of(path: Path) -> int:
-    """The step of a checkpoint's file, from its name."""
     return int(path.stem.removeprefix("step_"))
 
 

@@ -1,7 +1,8 @@
-"""Arguments of public functions, refused with one message each."""
+"""Arguments and names, refused with one message each. A name is looked up in a registry, never imported by its path."""
 
-import math
+import inspect
 import numbers
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ def check_whole(name: str, value: Any, least: int = 1, most: int = 2**31 - 1, op
 
 def is_number(value: Any) -> bool:
     """An int or float, neither nan nor infinite, nor too large for a float."""
-    return type(value) in (int, float) and (type(value) is int or math.isfinite(value)) and abs(value) < 2**1023
+    return type(value) in (int, float) and abs(value) < 2**1023
 
 
 def check_tensor(name: str, value: Any, dtypes: tuple[torch.dtype, ...] = INTEGERS) -> None:
@@ -32,3 +33,22 @@ def check_tensor(name: str, value: Any, dtypes: tuple[torch.dtype, ...] = INTEGE
         found = value.dtype if isinstance(value, torch.Tensor) else type(value).__name__
         kind = "integers (int64)" if dtypes is INTEGERS else "floating point numbers"
         raise ValueError(f"{name} must be a tensor of {kind}, found {found}")
+
+
+def lookup(group: str, registry: dict[str, Callable], given: dict) -> tuple[str, dict]:
+    """The name in `given`, and the configuration keys of what it names, with their defaults.
+
+    The keys are the keyword-only arguments of the registered class or function; one without a default has
+    inspect.Parameter.empty. Raises ValueError, listing what is known, for a name or a key that is not.
+    """
+    if not isinstance(given, dict) or "name" not in given:
+        raise ValueError(f"{group}={given!r}: must be a mapping with a name out of {', '.join(registry)}")
+    name = given["name"]
+    if not isinstance(name, str) or name not in registry:
+        raise ValueError(f"{group}={name!r}: known names are {', '.join(registry)}")
+    parameters = inspect.signature(registry[name]).parameters.values()
+    known = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
+    for key in given:
+        if key != "name" and key not in known:
+            raise ValueError(f"{group}.{key}: {name} has no such key; it knows {', '.join(known) or 'none'}")
+    return name, known

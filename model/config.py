@@ -6,7 +6,8 @@ from functools import partial
 import torch
 
 from model.checks import check_whole
-from model.positions import SCHEMES, build_scheme, check_scaling, complete_scheme
+from model.positions import SCHEMES, build_scheme, complete_scheme
+from model.scaling import complete_scaling
 
 ALLOWED = {"attention": ("softmax", "linear"), "query_scale": (None, "log", "log_nope", "ssmax")}
 ALLOWED |= {"bias": (True, False), "sinks": (True, False)}
@@ -79,11 +80,18 @@ class GPTConfig:
         assign("width", width)
         assign("layers", list(self.layers))
         assign("pos", complete_scheme(self.pos))
-        assign("scaling", check_scaling(self))
+        scheme = SCHEMES[self.pos["name"]]
+        assign("scaling", None if self.scaling == {"name": "none"} else self.scaling)
+        if self.scaling is not None:
+            planes = round(self.head_dim * self.pos.get("rotary_fraction", 1.0)) // 2
+            assign("scaling", complete_scaling(self.scaling, planes))
+            if not scheme.rotates:
+                found = f"scaling={self.scaling['name']!r} on pos={self.pos['name']}: it has no frequencies to scale"
+                raise ValueError(f"{found}; use scaling=none, or a scheme that rotates (rope)")
         if self.attention == "linear":
             if set(self.layers) != {"full"} or self.query_scale or self.sinks:
                 raise ValueError("model.attention=linear: has no softmax for model.layers, query_scale or sinks")
-            if SCHEMES[self.pos["name"]].biased:
+            if scheme.biased:
                 raise ValueError(f"model.attention=linear with pos={self.pos['name']}: has no score matrix for a bias")
         with torch.device("meta"):
             build_scheme(self)  # which checks the ranges of its own keys

@@ -76,8 +76,27 @@ def plot_decay(path: Path, trained: Tensor, used: Tensor, train_length: int) -> 
     write_file(path, lambda temporary: axes.figure.savefig(temporary, format="png"))
 
 
-def report(trained: Tensor, used: Tensor, train_length: int, length: int) -> None:
-    """Print the planes, the precision and the decay; arguments as in `planes`."""
+def main(words: list[str] | None = None) -> None:
+    """Print planes, precision and decay; exits with status 2 and a message where a user can mend what is wrong."""
+    parser = argparse.ArgumentParser("python -m model.rope", description=__doc__.partition("\n")[0])
+    parser.add_argument("head_dim", type=int)
+    parser.add_argument("train_length", type=int)
+    parser.add_argument("--base", type=float, default=10000.0)
+    parser.add_argument("--scaling", type=json.loads, help="""such as '{"name": "yarn", "factor": 4}'""")
+    parser.add_argument("--length", type=int, help="default 4 · train_length")
+    parser.add_argument("--plot", type=Path, help="a .png file for the bound on the decay")
+    given = parser.parse_args(words)
+    train_length, length = given.train_length, given.length or 4 * given.train_length
+    try:
+        check_whole("train_length", train_length, most=10**15)
+        check_whole("length", length, most=10**15)
+        trained, _ = rope_frequencies(given.head_dim, given.base)
+        used, scale = rope_frequencies(given.head_dim, given.base, given.scaling, train_length, length)
+        if given.plot:
+            plot_decay(given.plot, trained, used, train_length)
+    except (ValueError, OSError) as error:
+        parser.exit(2, f"error: {error}\n")
+    print(f"RoPE, scaling {given.scaling} at length {length:,}, scores times {scale**2:.3g}")
     rows = planes(trained, used, train_length, length)
     print("plane   θ, radians/token  period, tokens  turns in training  times slower  unseen angles")
     for i, (theta, period, turns, slowdown, new_from) in enumerate(rows):
@@ -94,27 +113,3 @@ def report(trained: Tensor, used: Tensor, train_length: int, length: int) -> Non
     distances = torch.tensor([2**j for j in range((4 * train_length).bit_length())])
     for row in zip(distances.tolist(), decay_bound(distances, trained), decay_bound(distances, used), strict=True):
         print("{:8,}{:46.2f}{:12.2f}".format(*row))
-
-
-def main(words: list[str] | None = None) -> None:
-    """Print the report; exits with status 2 and a message where a user can mend what is wrong."""
-    parser = argparse.ArgumentParser("python -m model.rope", description=__doc__.partition("\n")[0])
-    parser.add_argument("head_dim", type=int)
-    parser.add_argument("train_length", type=int)
-    parser.add_argument("--base", type=float, default=10000.0)
-    parser.add_argument("--scaling", type=json.loads, help="""such as '{"name": "yarn", "factor": 4}'""")
-    parser.add_argument("--length", type=int, help="default 4 · train_length")
-    parser.add_argument("--plot", type=Path, help="a .png file for the bound on the decay")
-    given = parser.parse_args(words)
-    length = given.length or 4 * given.train_length
-    try:
-        check_whole("train_length", given.train_length, most=10**15)
-        check_whole("length", length, most=10**15)
-        trained, _ = rope_frequencies(given.head_dim, given.base)
-        used, scale = rope_frequencies(given.head_dim, given.base, given.scaling, given.train_length, length)
-        print(f"RoPE, scaling {given.scaling} at length {length:,}, scores times {scale**2:.3g}")
-        report(trained, used, given.train_length, length)
-        if given.plot:
-            plot_decay(given.plot, trained, used, given.train_length)
-    except (ValueError, OSError) as error:
-        parser.exit(2, f"error: {error}\n")

@@ -62,7 +62,7 @@ class Attention(nn.Module):
         else:
             if p.cache is not None:
                 k, v = p.cache.append(self.layer, start, k, v)
-            y = softmax_attention(q, k, v, self.view(p), p.positions, p.key_positions, self.dropout * self.training)
+            y = softmax_attention(q, k, v, self.view(p), self.dropout * self.training)
         return F.dropout(self.out(y.transpose(1, 2).reshape(x.shape)), self.dropout, self.training)
 
     def heads(self, x: Tensor, p: Pass) -> tuple[Tensor, Tensor, Tensor]:
@@ -80,8 +80,7 @@ class Attention(nn.Module):
         return q, k, v
 
     def view(self, p: Pass) -> View:
-        """What this layer's queries see."""
-        return View(NOPE if self.nope else p.scheme, self.window, self.sinks, p.shared)
+        return View(NOPE if self.nope else p.scheme, p.positions, p.key_positions, self.window, self.sinks, p.shared)
 
 
 class MLP(nn.Module):
@@ -270,25 +269,12 @@ class GPT(nn.Module):
                 text[:, end] = torch.where(fed, text[:, end], drawn)
                 yield drawn.masked_fill(fed, -1)
 
-    def generate(
-        self,
-        tokens: Tensor,
-        max_new_tokens: int,
-        temperature: float = 0.0,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        use_cache: bool = True,
-        generator: torch.Generator | None = None,
-        scaling_length: int | None = None,
-    ) -> Tensor:
-        """Continue int64 (B, T) to (B, T + max_new_tokens); settings and errors as in `stream`."""
+    def generate(self, tokens: Tensor, max_new_tokens: int, **settings) -> Tensor:
+        """Continue int64 (B, T) to (B, T + max_new_tokens); other settings and errors as in `stream`."""
         self.check_tokens(tokens)
         check_whole("max_new_tokens", max_new_tokens, 0)
-        if max_new_tokens == 0:
-            return tokens
-        settings = use_cache, scaling_length, temperature, top_k, top_p, generator
-        new = list(self.stream(list(tokens), max_new_tokens, *settings))
-        return torch.cat((tokens, torch.stack(new, dim=1)), dim=1)
+        new = self.stream(list(tokens), max_new_tokens, **settings) if max_new_tokens else ()
+        return torch.cat((tokens, *(ids[:, None] for ids in new)), dim=1)
 
     def optimizer_groups(self, weight_decay: float, pos_lr_ratio: float = 1.0) -> list[dict]:
         """Decay on matrices only, and never on the position scheme: that would bend comparisons between schemes.
@@ -306,10 +292,6 @@ class GPT(nn.Module):
         elif own:
             groups.append({"params": own, "weight_decay": 0.0, "lr_ratio": pos_lr_ratio})
         return groups
-
-    def num_parameters(self) -> int:
-        """All trained numbers; the tied embedding once, the vocabulary's padding included."""
-        return sum(parameter.numel() for parameter in self.parameters())
 
     def flops_per_token(self, length: int) -> int:
         """Floating-point operations a token of a forward pass over `length` tokens; a training step does thrice that.

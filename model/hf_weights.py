@@ -69,7 +69,14 @@ def to_transformers(model: GPT, end_of_document: int | None = None) -> Any:
         model = convert_layout(model, "half")
     whole = name == "rope" and model.pos.rotary_dim == c.head_dim
     kind = "gpt2" if name == "learned" else "starcoder2" if whole else "gpt_neox"
-    known, settings = AutoConfig.for_model(kind), _their_settings(model)
+    known, scaling = AutoConfig.for_model(kind), c.scaling and c.scaling["name"]
+    settings = {theirs: getattr(c, ours) for ours, theirs in SHAPE.items()}
+    settings |= {setting: allowed[0] for setting, allowed in FIXED.items()}
+    settings |= {"hidden_size": c.width, "intermediate_size": 4 * c.width, "use_bias": c.bias, "sliding_window": None}
+    # `dynamic` starts from this length, the others from original_max_position_embeddings
+    settings["max_position_embeddings"] = c.original_length if scaling == "dynamic" else c.train_length
+    settings["use_cache"] = scaling not in ("dynamic", "longrope")  # cached keys would keep their older frequencies
+    settings["rope_parameters"] = _rope_parameters(model)
     settings |= {setting: c.dropout for setting in known.to_dict() if "drop" in setting}
     settings |= dict.fromkeys(("bos_token_id", "eos_token_id"), end_of_document)
     theirs = AutoConfig.for_model(kind, **{key: value for key, value in settings.items() if hasattr(known, key)})
@@ -93,18 +100,6 @@ def _their_tensors(kind: str, c: GPTConfig, name: str, tensor: Tensor) -> list[T
         k, v = (x.repeat_interleave(c.n_head // c.n_kv_head, dim=0) for x in (k, v))
         tensor = torch.stack((q, k, v), dim=1 if kind == "gpt_neox" else 0).flatten(0, 2)
     return [tensor.T if kind == "gpt2" and tensor.ndim == 2 and "blocks" in name else tensor]
-
-
-def _their_settings(model: GPT) -> dict:
-    """Settings of all three architectures."""
-    c, scaling = model.config, model.config.scaling and model.config.scaling["name"]
-    settings = {theirs: getattr(c, ours) for ours, theirs in SHAPE.items()}
-    settings |= {setting: allowed[0] for setting, allowed in FIXED.items()}
-    settings |= {"hidden_size": c.width, "intermediate_size": 4 * c.width, "use_bias": c.bias, "sliding_window": None}
-    # `dynamic` starts from this length, the others from original_max_position_embeddings
-    settings["max_position_embeddings"] = c.original_length if scaling == "dynamic" else c.train_length
-    settings["use_cache"] = scaling not in ("dynamic", "longrope")  # cached keys would keep their older frequencies
-    return settings | {"rope_parameters": _rope_parameters(model)}
 
 
 def _rope_parameters(model: GPT) -> dict:

@@ -21,10 +21,9 @@ from collections.abc import Callable, Hashable
 import torch
 from torch import Tensor, nn
 
-from model.checks import check_whole, is_number
-from model.registry import lookup
+from model.checks import check_whole, is_number, lookup
 from model.rope import LAYOUTS, build_rotation, plain_frequencies, rope_frequencies, rotary_tables
-from model.scaling import complete_scaling, regime, scaled
+from model.scaling import regime, scaled
 
 
 class PositionScheme(nn.Module):
@@ -78,10 +77,8 @@ class PositionScheme(nn.Module):
     def check_position(self, position: int) -> None:
         """Raise ValueError where the scheme has nothing to say about `position`."""
         if self.max_length is not None and position >= self.max_length:
-            raise ValueError(
-                f"position {position} is past the learned table, which ends at {self.max_length} (train_length); use a "
-                "shorter sequence, or a scheme without a table such as pos=rope"
-            )
+            end = f"the learned table, which ends at {self.max_length} (train_length)"
+            raise ValueError(f"position {position} is past {end}; use a shorter sequence, or a scheme such as pos=rope")
 
 
 NOPE = PositionScheme(None)  # what layers without positions use, whatever the model's scheme
@@ -133,10 +130,8 @@ class RotaryPositions(PositionScheme):
                 raise ValueError(f"pos.{name}={value}: must be above 0 and at most 1")
         self.rotary_dim = round(config.head_dim * rotary_fraction)
         if self.rotary_dim % 2 or self.rotary_dim == 0:
-            raise ValueError(
-                f"pos.rotary_fraction={rotary_fraction} turns {self.rotary_dim} of model.head_dim={config.head_dim} "
-                "dimensions: must be an even number of at least 2, they turn in pairs"
-            )
+            found = f"turns {self.rotary_dim} of model.head_dim={config.head_dim} dimensions"
+            raise ValueError(f"pos.rotary_fraction={rotary_fraction}: {found}; must be pairs, one at least")
         self.base, self.layout, self.scaling = base, layout, config.scaling
         self.train_length, self.turning = config.original_length, int(turning * self.rotary_dim / 2)  # planes
         if self.turning == 0:
@@ -260,8 +255,6 @@ class ShawRelative(PositionScheme):
 
     def __init__(self, config, *, max_distance: int = 16):
         super().__init__(config)
-        if max_distance < 1:
-            raise ValueError(f"pos.max_distance={max_distance}: must be at least 1")
         self.max_distance, self.head_dim = max_distance, config.head_dim
         self.key_table = nn.Parameter(torch.empty(max_distance + 1, config.head_dim))
         self.value_table = nn.Parameter(torch.empty(max_distance + 1, config.head_dim))
@@ -307,20 +300,6 @@ def complete_scheme(pos: dict) -> dict:
         elif kind is float or type(value) is not kind:
             raise ValueError(f"pos.{key}={value!r}: must be of type {kind.__name__}, as {known[key]!r} is")
     return {"name": name, **done}
-
-
-def check_scaling(config) -> dict | None:
-    """The config's scaling with its defaults filled in; None for none. Raises ValueError where it cannot apply."""
-    if config.scaling is None or config.scaling == {"name": "none"}:
-        return None
-    scaling = complete_scaling(config.scaling, round(config.head_dim * config.pos.get("rotary_fraction", 1.0)) // 2)
-    if not SCHEMES[config.pos["name"]].rotates:
-        rotating = ", ".join(name for name, scheme in SCHEMES.items() if scheme.rotates)
-        raise ValueError(
-            f"scaling={scaling['name']!r} on pos={config.pos['name']}: it has no frequencies to scale; use "
-            f"scaling=none, or a scheme that rotates ({rotating})"
-        )
-    return scaling
 
 
 def build_scheme(config) -> PositionScheme:

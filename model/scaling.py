@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from model.registry import lookup
+from model.checks import lookup
 
 Scaled = tuple[Tensor, float]
 
@@ -124,7 +124,6 @@ SCALINGS = {scaling.__name__: scaling for scaling in (linear, ntk, dynamic, yarn
 
 
 def scaled(inv_freq: Tensor, base: float, scaling: dict, train_length: int, length: int) -> Scaled:
-    """The frequencies under a completed scaling."""
     keys = {key: value for key, value in scaling.items() if key != "name"}
     return SCALINGS[scaling["name"]](Plain(inv_freq, base, train_length, length), **keys)
 
@@ -144,22 +143,18 @@ def complete_scaling(scaling: dict, planes: int) -> dict:
     name, known = lookup("scaling", SCALINGS, scaling)
     done = {"name": name}
     for key, default in known.items():
-        value, least = scaling.get(key, default), 1 if key == "factor" else LEAST  # a factor of 1 is plain RoPE
-        if value is None and default is None:
-            done[key] = None
-            continue
-        if default is inspect.Parameter.empty:
-            need = f"a list of {planes} finite numbers from {LEAST:g} to {MOST:g}, one a plane"
-            numbers = value if type(value) in (list, tuple) and len(value) == planes else [None]
-        else:
-            way_out = "null" if default is None else default
-            need = f"a finite number of at least {least:g}, at most {MOST:g}; or use the default, {way_out}"
-            numbers = [value]
+        value, listed = scaling.get(key, default), default is inspect.Parameter.empty
+        numbers, size = (value, planes) if listed else ([value], 1)
+        least = 1 if key == "factor" else LEAST  # a factor of 1 is plain RoPE
+        fits = type(numbers) in (list, tuple) and len(numbers) == size
         # The comparison turns down nan and inf; type() turns down True.
-        if not all(type(number) in (int, float) and least <= number <= MOST for number in numbers):
+        fits = fits and all(type(number) in (int, float) and least <= number <= MOST for number in numbers)
+        if not fits and not (value is None and default is None):
             found = f"={value!r}" if key in scaling else " is missing"
-            raise ValueError(f"scaling.{key}{found}: must be {need}")
-        done[key] = [*map(float, value)] if default is inspect.Parameter.empty else float(value)
+            need = f"a list of {planes} finite numbers, one a plane," if listed else "a finite number"
+            way_out = "" if listed else f"; or use the default, {'null' if default is None else default}"
+            raise ValueError(f"scaling.{key}{found}: must be {need} of at least {least:g}, at most {MOST:g}{way_out}")
+        done[key] = [*map(float, value)] if listed else value and float(value)
     for lower, upper in (("beta_slow", "beta_fast"), ("low", "high")):
         if lower in done and done[lower] >= done[upper]:
             defaults = f"the defaults are {known[upper]} and {known[lower]}"

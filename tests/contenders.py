@@ -84,7 +84,7 @@ def train(words: dict, device: torch.device):
     worth = {"tokens": windows * length}
     if who == "ropewalk":
         worth["operations"] = 3 * model.flops_per_token(length) * windows * length
-        worth["state"] = 16 * model.num_parameters()  # weights, gradients and two moments in float32
+        worth["state"] = 16 * sum(p.numel() for p in model.parameters())  # weights, gradients, two moments: float32
     return step, worth
 
 

@@ -12,7 +12,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from measure import Measurement, Report, comparability, with_error
-from measure.plots import COLOURS, GREY, plot_lengths, plot_positions, styles
+from measure.plots import COLOURS, GREY, Plot, plot_lengths, plot_positions, styles
 from measure.tables import Table, difference, digits, ratio, usable
 from model.positions import SCHEMES
 
@@ -222,7 +222,7 @@ def test_by_position_a_shorter_table_has_a_panel_of_its_own(tmp_path, drawn):
     assert shown == [["rope_seed0", "alibi", *about], ["learned", *about]]
     assert longer.lines[0].get_xdata()[:3].tolist() == [1.0, 2.5, 5.5]  # context of 1; 2 and 3; 4 to 7
     assert len(longer.collections) == 3  # bands, for single runs too, and that of the legend
-    assert [plot.svg(panel).count(b"loss by position") for panel in plot.panels] == [1, 1]
+    assert [Plot([panel], "").draw("svg").count(b"loss by position") for panel in plot.panels] == [1, 1]
 
 
 def test_a_scheme_has_one_colour_in_every_plot_and_its_variants_other_lines(tmp_path, drawn):

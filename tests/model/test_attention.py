@@ -42,12 +42,14 @@ def test_attention_is_values_weighed_by_attention_weights(pos):
     """The fused kernel against the weights written out, a chunk of queries after earlier keys."""
     net = small_model(pos)
     q, k, v = (torch.randn(2, 4, length, 16, dtype=torch.float64) for length in (9, 30, 30))
-    at = View(net.pos), torch.arange(21, 30), torch.arange(30)
-    weights = attention_weights(q, k, *at)
+    view = View(net.pos, torch.arange(21, 30), torch.arange(30))
+    weights = attention_weights(q, k, view)
     torch.testing.assert_close(weights.sum(dim=-1), torch.ones(2, 4, 9, dtype=torch.float64))
     assert not weights.masked_select(torch.arange(30) > torch.arange(21, 30)[:, None]).any()
-    expected = weights @ v + (net.pos.values(weights, *at[1:]) if net.pos.weighs_values else 0)
-    torch.testing.assert_close(softmax_attention(q, k, v, *at), expected, rtol=0, atol=1e-10)
+    expected = weights @ v
+    if net.pos.weighs_values:
+        expected = expected + net.pos.values(weights, view.positions, view.key_positions)
+    torch.testing.assert_close(softmax_attention(q, k, v, view), expected, rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize("pos", ALL_SCHEMES, ids=scheme_id)
