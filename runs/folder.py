@@ -20,11 +20,12 @@ from omegaconf import DictConfig, OmegaConf
 
 from model import GPT, load_run
 from model.checkpoint import latest_checkpoint, read_config, write_text
-from runs.settings import TrainConfig, checked
+from runs.settings import CONFIGS, TrainConfig, checked
 
 log = logging.getLogger("ropewalk")
 PACKAGES = ("torch", "numpy", "tiktoken", "datasets", "hydra-core", "wandb", "safetensors")
 FORMER = ("max_targets", "repeat", "trust", "init_table", "profile", "flex_attention", "skip_bad_steps")  # settings
+NEWER = ("deterministic", "sharding", "train", "val", "wandb")  # may have settings that an older run lacks
 # What may change when a run is resumed; all else is as its config.yaml says.
 RESUMABLE = ("resume", "device", "wandb.mode", "sharding", "data.cache")
 RESUMABLE += ("train.max_steps", "train.eval_every", "train.checkpoint_every", "train.keep")
@@ -54,15 +55,17 @@ def read_run(run: Path) -> tuple[DictConfig, dict]:
     if not path.is_file():
         raise FileNotFoundError(f"{run}: not a run folder (it has no config.yaml)")
     try:
-        plain = OmegaConf.to_container(OmegaConf.load(path))
+        newer = OmegaConf.masked_copy(OmegaConf.load(CONFIGS / "train.yaml"), NEWER)
+        plain = OmegaConf.to_container(OmegaConf.merge(newer, OmegaConf.load(path)))
         provenance = plain.pop("provenance")
         if "${" in json.dumps(plain):  # the settings that train.py writes are resolved
             raise ValueError("it holds interpolations")
-        plain["val"].setdefault("max_windows", 64)
         for block in (plain, plain["train"], plain["val"]):
             for key in FORMER:
                 block.pop(key, None)
-        return checked(OmegaConf.create(plain), TrainConfig), provenance
+        settings = checked(OmegaConf.create(plain), TrainConfig)
+        OmegaConf.to_container(settings, throw_on_missing=True)
+        return settings, provenance
     except Exception as error:  # whatever a damaged file happens to trigger
         raise ValueError(f"{path}: not a configuration written by train.py ({error!r})") from error
 

@@ -5,7 +5,7 @@ import itertools
 import math
 import os
 import re
-from dataclasses import dataclass, field, make_dataclass
+from dataclasses import make_dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -34,79 +34,41 @@ CHOICES = {"train.compile": (True, False, "auto"), "train.schedule": ("cosine", 
 CHOICES |= {"sharding": ("none", "fsdp")}
 
 
-@dataclass
-class WandbSettings:
-    mode: str = "auto"
-    project: str = "ropewalk"
-    group: str | None = None
-    tags: list[str] = field(default_factory=list)
+def schema(name: str, types: dict[Any, tuple[str, ...]], **defaults: Any) -> type:
+    """A dataclass of settings by their types; the files in configs/ have the values and say what they mean."""
+    fields = [(key, kind, defaults.get(key, MISSING)) for kind, keys in types.items() for key in keys]
+    return make_dataclass(name, fields)
 
 
-@dataclass
-class TrainSettings:
-    max_steps: int = MISSING
-    batch_size: int = MISSING
-    micro_batch_size: int | None = None
-    lr: float = MISSING
-    pos_lr_ratio: float = 1.0
-    schedule: str = "cosine"
-    min_lr_ratio: float = MISSING
-    warmup_steps: int = MISSING
-    weight_decay: float = MISSING
-    beta1: float = MISSING
-    beta2: float = MISSING
-    grad_clip: float = MISSING
-    position_range: float = 1.0
-    compile: Any = "auto"
-    tf32: bool = True
-    peak_flops: float | None = None
-    eval_every: int = MISSING
-    checkpoint_every: int = MISSING
-    log_every: int = MISSING
-    keep: int = 2
-
-
-@dataclass
-class ValSettings:
-    multiples: list[float] = MISSING
-    stride: int | None = None
-    max_windows: int | None = None
-
-
-@dataclass
-class TokenizerSettings:
-    name: str = MISSING
-    vocab_size: int | None = None
-
-
-@dataclass
-class TrainConfig:
-    """Types of train.py's settings; the files in configs/ have the values and say what they mean."""
-
-    name: str = MISSING
-    preset: str = MISSING
-    seed: int = MISSING
-    device: str = "auto"
-    precision: str = "auto"
-    resume: str | None = None
-    init_from: str | None = None
-    deterministic: bool = False
-    sharding: str = "none"
-    model: dict[str, Any] = MISSING  # this and the next two are checked by GPTConfig
-    pos: dict[str, Any] = MISSING
-    scaling: dict[str, Any] | None = None
-    data: DataConfig = MISSING
-    task: Task | None = None
-    tokenizer: TokenizerSettings = field(default_factory=TokenizerSettings)
-    train: TrainSettings = field(default_factory=TrainSettings)
-    val: ValSettings = field(default_factory=ValSettings)
-    wandb: WandbSettings = field(default_factory=WandbSettings)
-
-
+TRAIN_TYPES = {
+    str: ("schedule",),
+    bool: ("tf32",),
+    int: ("max_steps", "batch_size", "warmup_steps", "eval_every", "checkpoint_every", "log_every", "keep"),
+    int | None: ("micro_batch_size",),
+    float: ("lr", "pos_lr_ratio", "min_lr_ratio", "weight_decay", "beta1", "beta2", "grad_clip", "position_range"),
+    float | None: ("peak_flops",),
+    Any: ("compile",),
+}
+VAL_TYPES = {list[float]: ("multiples",), int | None: ("stride", "max_windows")}
+WANDB_TYPES = {str: ("mode", "project"), str | None: ("group",), list[str]: ("tags",)}
+TYPES = {
+    str: ("name", "preset", "device", "precision", "sharding"),
+    str | None: ("resume", "init_from"),
+    int: ("seed",),
+    bool: ("deterministic",),
+    dict[str, Any]: ("model", "pos"),  # checked by GPTConfig, as scaling is
+    dict[str, Any] | None: ("scaling",),
+    DataConfig: ("data",),
+    Task | None: ("task",),
+    schema("TokenizerSettings", {str: ("name",), int | None: ("vocab_size",)}, vocab_size=None): ("tokenizer",),
+    schema("TrainSettings", TRAIN_TYPES): ("train",),
+    schema("ValSettings", VAL_TYPES): ("val",),
+    schema("WandbSettings", WANDB_TYPES): ("wandb",),
+}
+TrainConfig = schema("TrainConfig", TYPES, scaling=None, task=None)  # groups: without a choice, there is no value
 ConfigStore.instance().store(name="train_schema", node=TrainConfig)
 
-
-EVAL_TYPES = {  # of eval.py's settings; configs/eval.yaml has the values and says what they mean
+EVAL_TYPES = {
     str: ("root", "protocol", "device", "precision"),
     str | None: ("documents", "reference", "out", "cache"),
     bool: ("by_position", "truncated", "recall", "shift", "attention"),
@@ -116,12 +78,11 @@ EVAL_TYPES = {  # of eval.py's settings; configs/eval.yaml has the values and sa
     float | None: ("top_p",),
     list[int] | None: ("lengths",),
     list[Any] | None: ("scalings",),
+    dict[str, Any] | None: ("scaling",),
     dict[str, str]: ("wandb",),
     Any: ("runs", "prompt"),
 }
-EVAL_FIELDS = [(name, kind, MISSING) for kind, names in EVAL_TYPES.items() for name in names]
-SCALING = ("scaling", dict[str, Any] | None, None)  # a group: without a choice, eval.yaml has no value of it
-EvalConfig = make_dataclass("EvalConfig", [*EVAL_FIELDS, SCALING])
+EvalConfig = schema("EvalConfig", EVAL_TYPES, scaling=None)
 
 
 def machine() -> str:
