@@ -7,7 +7,7 @@ from torch import Tensor
 
 from model.checks import check_whole
 
-_UNFINISHED = object()  # frequencies that equal no others
+_UNFINISHED = object()  # a regime that equals no other
 
 
 class Cache:
@@ -24,7 +24,7 @@ class Cache:
         check_whole("scaling_length", scaling_length, optional=True)
         self.batch_size, self.max_length, self.scaling_length = batch_size, max_length, scaling_length
         self.tokens = torch.zeros((batch_size, max_length), dtype=torch.int64, device=device)
-        self.length, self.frequencies = 0, None
+        self.length, self.regime = 0, None  # as of PositionScheme.regime
         self.states: dict[int, tuple[Tensor, Tensor]] = {}  # of linear attention, by layer
 
     def allocate(self, room: Tensor) -> None:
@@ -32,7 +32,7 @@ class Cache:
         self.keys, self.values = room
         self.by_layer = list(zip(*room.unbind(), strict=True))
 
-    def pending(self, tokens: Tensor, frequencies: Hashable) -> tuple[Tensor, int]:
+    def pending(self, tokens: Tensor, regime: Hashable) -> tuple[Tensor, int]:
         """The tokens to pass and the position of the first: the new ones, or all where the frequencies are others.
 
         tokens: int64 (B, T), the new ones. Raises ValueError where they do not fit; the cache is then as it was.
@@ -43,7 +43,7 @@ class Cache:
                 f"tokens ({batch_size}, {new}) do not fit: the cache has room for {self.batch_size} sequences of "
                 f"max_length={self.max_length} tokens, and holds {self.length}"
             )
-        valid, self.frequencies = self.length == 0 or frequencies == self.frequencies, _UNFINISHED
+        valid, self.regime = self.length == 0 or regime == self.regime, _UNFINISHED
         if valid:
             return tokens, self.length
         return torch.cat((self.tokens[:, : self.length], tokens), dim=1), 0
@@ -56,7 +56,7 @@ class Cache:
         values[:, :, start:end] = v
         return keys[:, :, :end], values[:, :, :end]
 
-    def advance(self, tokens: Tensor, start: int, frequencies: Hashable) -> None:
+    def advance(self, tokens: Tensor, start: int, regime: Hashable) -> None:
         """Count passed tokens as held, after every layer has done its part."""
         self.tokens[:, start : start + tokens.shape[1]] = tokens
-        self.length, self.frequencies = start + tokens.shape[1], frequencies
+        self.length, self.regime = start + tokens.shape[1], regime

@@ -165,8 +165,8 @@ class GPT(nn.Module):
                 length, start, passed = scaling_length or tokens.shape[1], 0, tokens
             else:
                 length = cache.scaling_length or cache.length + tokens.shape[1]
-                frequencies = self.pos.regime(length)
-                passed, start = cache.pending(tokens, frequencies)
+                regime = self.pos.regime(length)
+                passed, start = cache.pending(tokens, regime)
             end = start + passed.shape[1]
             if self.pos.max_length is not None:
                 self.pos.check_position(end - 1 if positions is None else int(positions[-1]))
@@ -178,7 +178,7 @@ class GPT(nn.Module):
             for block in self.blocks:
                 x = block(x, p)
             if cache is not None:
-                cache.advance(passed, start, frequencies)
+                cache.advance(passed, start, regime)
             x = self.norm(x[:, -1 if last_only else -tokens.shape[1] :])  # (B, T, D)
             if targets is not None:  # evaluation often scores few of many
                 scored = slice(None) if self.training else targets.flatten() != -100

@@ -133,18 +133,18 @@ class RotaryPositions(PositionScheme):
             found = f"turns {self.rotary_dim} of model.head_dim={config.head_dim} dimensions"
             raise ValueError(f"pos.rotary_fraction={rotary_fraction}: {found}; must be pairs, one at least")
         self.base, self.layout, self.scaling = base, layout, config.scaling
-        self.train_length, self.turning = config.original_length, int(turning * self.rotary_dim / 2)  # planes
+        self.original_length, self.turning = config.original_length, int(turning * self.rotary_dim / 2)  # planes
         if self.turning == 0:
             raise ValueError(
                 f"pos.turning={turning}: turns none of {self.rotary_dim // 2} planes; use pos=none for that"
             )
-        rope_frequencies(self.rotary_dim, base, config.scaling, self.train_length)  # checks them all
+        rope_frequencies(self.rotary_dim, base, config.scaling, self.original_length)  # checks them all
 
     def frequencies(self, length: int, device: torch.device | str = "cpu") -> tuple[Tensor, float]:
         """inv_freq float64 (planes,) and attention_scale for `length` tokens; as a buffer it would follow .half()."""
         inv_freq, attention_scale = plain_frequencies(self.rotary_dim, self.base, device), 1.0
         if self.scaling is not None:
-            inv_freq, attention_scale = scaled(inv_freq, self.base, self.scaling, self.train_length, length)
+            inv_freq, attention_scale = scaled(inv_freq, self.base, self.scaling, self.original_length, length)
         if self.turning < len(inv_freq):
             inv_freq[self.turning :] = 0
         return inv_freq, attention_scale
@@ -154,7 +154,7 @@ class RotaryPositions(PositionScheme):
         return build_rotation(cos, sin, self.layout)
 
     def regime(self, length: int) -> Hashable:
-        return None if self.scaling is None else regime(self.scaling, self.train_length, length)
+        return None if self.scaling is None else regime(self.scaling, self.original_length, length)
 
 
 class ALiBi(PositionScheme):
