@@ -67,7 +67,7 @@ def softmax_attention(q: Tensor, k: Tensor, v: Tensor, view: View, dropout: floa
 
     A bias goes in blocks of queries, each with the keys it sees, so that no large bias (H, Tq, Tk) exists whole.
     """
-    scheme, positions, key_positions, window, sinks, shared = view
+    scheme, positions, key_positions, window, sinks, _ = view
     H, Tq, Tk, grouped = q.shape[1], q.shape[2], k.shape[2], q.shape[1] != k.shape[1]
     # In bfloat16 a CPU trains three times as fast on plain products as on the fused kernel. Measurements keep the
     # kernel, which rounds the scores once less.
@@ -87,12 +87,14 @@ def softmax_attention(q: Tensor, k: Tensor, v: Tensor, view: View, dropout: floa
         block, past = slice(start, start + rows), Tk - Tq + start
         seen = slice(max(0, past + 1 - window) if window else 0, past + min(rows, Tq - start))
         part, keys, values = q[:, :, block], k[:, :, seen], v[:, :, seen]
-        at = View(scheme, positions[block], key_positions[seen], window, sinks, shared)
+        at = view._replace(positions=positions[block], key_positions=key_positions[seen])
         share = start if H * Tq * Tk <= BLOCK else None
         if plain:
             weights = F.dropout(attention_weights(part, keys, at, share).to(v.dtype), dropout)
             output = weights @ values
-            outputs.append(output + scheme.values(weights, *at[1:3]) if scheme.weighs_values else output)
+            if scheme.weighs_values:
+                output = output + scheme.values(weights, at.positions, at.key_positions)
+            outputs.append(output)
         else:
             bias = at.bias(part, share)
             if sinks is not None:

@@ -87,7 +87,8 @@ class GPTConfig:
             assign("scaling", complete_scaling(self.scaling, planes))
             if not scheme.rotates:
                 found = f"scaling={self.scaling['name']!r} on pos={self.pos['name']}: it has no frequencies to scale"
-                raise ValueError(f"{found}; use scaling=none, or a scheme that rotates (rope)")
+                rotating = ", ".join(name for name, known in SCHEMES.items() if known.rotates)
+                raise ValueError(f"{found}; use scaling=none, or a scheme that rotates ({rotating})")
         if self.attention == "linear":
             if set(self.layers) != {"full"} or self.query_scale or self.sinks:
                 raise ValueError("model.attention=linear: has no softmax for model.layers, query_scale or sinks")

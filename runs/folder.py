@@ -24,8 +24,9 @@ from runs.settings import CONFIGS, TrainConfig, checked
 
 log = logging.getLogger("ropewalk")
 PACKAGES = ("torch", "numpy", "tiktoken", "datasets", "hydra-core", "wandb", "safetensors")
-FORMER = ("max_targets", "repeat", "trust", "init_table", "profile", "flex_attention", "skip_bad_steps")  # settings
-NEWER = ("deterministic", "sharding", "train", "val", "wandb")  # may have settings that an older run lacks
+# Settings that only older runs have; and where they lack some, which are then those of configs/train.yaml.
+FORMER = ("max_targets", "repeat", "trust", "init_table", "profile", "flex_attention", "skip_bad_steps")
+NEWER = ("deterministic", "sharding", "train", "val", "wandb")
 # What may change when a run is resumed; all else is as its config.yaml says.
 RESUMABLE = ("resume", "device", "wandb.mode", "sharding", "data.cache")
 RESUMABLE += ("train.max_steps", "train.eval_every", "train.checkpoint_every", "train.keep")

@@ -148,13 +148,15 @@ def test_a_run_can_start_from_anothers_weights(corpus, tmp_path):
         run(tmp_path / "longer", *TINY, *corpus, "pos=learned", start, "model.train_length=32")
 
 
-def test_a_fine_tune_under_a_scaling_fixes_its_factor(corpus, tmp_path):
+def test_a_fine_tune_under_a_scaling_fixes_its_factor(corpus, tmp_path, monkeypatch):
     run(tmp_path / "first", *TINY, *corpus)
     settings = [*TINY, *corpus, f"init_from={tmp_path / 'first'}", "model.train_length=32", "scaling=yarn"]
     trainer = run(tmp_path / "longer", *settings)
     assert trainer.model.config.original_length == 16
     assert read_run(tmp_path / "longer")[0].scaling.factor == trainer.model.config.scaling["factor"] == 2.0
     assert run(tmp_path / "given", *settings, "scaling.factor=4").model.config.scaling["factor"] == 4.0
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert run(tmp_path / "home", *settings, "init_from='~/first'").model.config.scaling["factor"] == 2.0
 
 
 @pytest.mark.parametrize(("factor", "agrees"), [(1.0, True), (1.01, True), (1.05, False)])
