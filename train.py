@@ -175,11 +175,14 @@ class Trainer:
         scored, loss = self.step_tokens, torch.zeros((), device=self.device)
         if self.task:
             scored = self.ranks.add_up((targets != -100).sum())
-        positions = None if positions is None else torch.from_numpy(positions)
+        if self.task and len(parts) > 1:  # the padding of short strings need not be computed
+            ends = [int((y != -100).any(dim=0).nonzero().max()) + 1 for _, y in parts]
+            parts = [(x[:, :end], y[:, :end]) for (x, y), end in zip(parts, ends, strict=True)]
         for i, (x, y) in enumerate(parts):
+            at = None if positions is None else torch.from_numpy(positions[: x.shape[1]])
             with processes.averaging(self.forward, last=i == len(parts) - 1):
                 with self.autocast:
-                    nll = self.forward(x, targets=y, positions=positions)  # (micro, T)
+                    nll = self.forward(x, targets=y, positions=at)  # (micro, T)
                 # A part's share of the mean over the global batch: the parts add up to one big batch, whatever their
                 # number. The factor undoes the mean over processes.
                 part = nll.sum() / scored

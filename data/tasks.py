@@ -142,11 +142,14 @@ class Task:
         return f"task {self.name}, training lengths to {self.train_max}, {self.strings} test strings of each of {tests}"
 
     def batch(self, size: int, seed: int, step: int, rank: int = 0, ranks: int = 1) -> tuple[np.ndarray, np.ndarray]:
-        """Inputs and targets (-100: none) of a step, int64 (size / ranks, width), the same for any number of ranks."""
-        rng, share = np.random.default_rng([0, seed, step]), size // ranks
+        """Inputs and targets (-100: none) of a step, int64 (size / ranks, width), the same for any number of ranks.
+
+        The shortest come first, so that the strings of a micro-batch have similar lengths.
+        """
+        rng = np.random.default_rng([0, seed, step])
         lengths = rng.integers(self.kind.shortest, self.train_max + 1, size=size)
         strings = [self.draw(rng, length, test=False) for length in lengths.tolist()]
-        return padded(strings[rank * share : (rank + 1) * share], self.width)
+        return padded(sorted(strings, key=lambda string: len(string[0]))[rank::ranks], self.width)
 
     def positions(self, seed: int, step: int) -> np.ndarray:
         """Of a step's inputs with random_offset, int64 (width,): counting up from a random first one."""

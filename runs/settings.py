@@ -190,12 +190,11 @@ def check_settings(config: DictConfig, world_size: int = 1) -> GPTConfig:
     for key, values in CHOICES.items():
         if (value := OmegaConf.select(config, key)) not in values:
             raise ValueError(f"{key}={value!r}: use {', '.join(map(str, values))}")
-    t, micro = config.train, config.train.micro_batch_size or 1
+    t = config.train
     if config.sharding == "fsdp" and t.compile is True:
         raise ValueError("sharding=fsdp: not with train.compile=true; use false, or sharding=none")
-    if t.batch_size % (world_size * micro):
-        parts = f"train.micro_batch_size={micro} times the number of processes, {world_size}"
-        raise ValueError(f"train.batch_size={t.batch_size}: must be a multiple of {parts}")
+    if t.batch_size % world_size:
+        raise ValueError(f"train.batch_size={t.batch_size}: must be a multiple of the number of processes, {world_size}")
     if task := task_of(config):
         config.model.train_length = task.train_length
     plain = OmegaConf.to_container(config)

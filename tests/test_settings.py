@@ -95,7 +95,6 @@ def test_the_preset_follows_the_machine_and_the_groups_follow_the_preset(cuda, m
         ("pos=t5,train.position_range=4", r"train\.position_range=4\.0: pos=t5 needs positions in a row"),
         ("sharding=half", r"sharding='half': use none, fsdp"),
         ("wandb.mode=on", r"wandb\.mode='on'"),
-        ("train.micro_batch_size=3", r"train\.batch_size=16.*multiple"),
         ("val.stride=0", r"val\.stride=0"),
         ("model.width=100", r"model\.width=100"),
         ("model.n_kv_head=3", r"model\.n_kv_head=3"),
@@ -113,6 +112,11 @@ def test_the_preset_follows_the_machine_and_the_groups_follow_the_preset(cuda, m
 def test_wrong_settings_are_refused_by_name(override, words):
     with pytest.raises((ValueError, HydraException), match=words):
         check_settings(composed("preset=cpu", *override.split(",")))
+
+
+def test_processes_share_a_batch_evenly():
+    with pytest.raises(ValueError, match=r"train\.batch_size=16.*multiple of the number of processes, 3"):
+        check_settings(composed("train.batch_size=16"), 3)
 
 
 def test_devices_and_precisions_are_refused_by_name():

@@ -55,9 +55,9 @@ def test_a_step_is_adamw_on_the_mean_loss_of_the_batch(pos, pos_lr_ratio, corpus
 
 
 def test_accumulation_equals_one_big_batch(corpus, tmp_path):
-    for micro in (1, 2, 4):
+    for micro in (1, 3, 4):  # 3: the last part is smaller
         run(tmp_path / str(micro), *TINY, *corpus, f"train.micro_batch_size={micro}")
-    for micro in (1, 2):
+    for micro in (1, 3):
         assert_near(tmp_path / str(micro), tmp_path / "4", rel=1e-4)
 
 
