@@ -194,7 +194,7 @@ def check_settings(config: DictConfig, world_size: int = 1) -> GPTConfig:
     if config.sharding == "fsdp" and t.compile is True:
         raise ValueError("sharding=fsdp: not with train.compile=true; use false, or sharding=none")
     if t.batch_size % world_size:
-        raise ValueError(f"train.batch_size={t.batch_size}: must be a multiple of the number of processes, {world_size}")
+        raise ValueError(f"train.batch_size={t.batch_size}: must be a multiple of the {world_size} processes")
     if task := task_of(config):
         config.model.train_length = task.train_length
     plain = OmegaConf.to_container(config)

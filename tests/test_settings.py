@@ -115,7 +115,7 @@ def test_wrong_settings_are_refused_by_name(override, words):
 
 
 def test_processes_share_a_batch_evenly():
-    with pytest.raises(ValueError, match=r"train\.batch_size=16.*multiple of the number of processes, 3"):
+    with pytest.raises(ValueError, match=r"train\.batch_size=16.*multiple of the 3 processes"):
         check_settings(composed("train.batch_size=16"), 3)
 
 
