@@ -114,7 +114,7 @@ def plan_runs(config: DictConfig, opened: list[Run]) -> tuple[list[Run], list[st
         raise ValueError(f"scalings={scalings}: a list of at least one, without scaling=")
     scalings = [{"name": one} if isinstance(one, str) else one for one in scalings]
     for run, scaling in itertools.product(opened, scalings):
-        label, pos = " ".join([run.settings.name, *scaling_words(scaling)]), run.config.pos["name"]
+        label, pos = run.settings.name + scaling_words(scaling), run.config.pos["name"]
         stretched = scaling is not None and scaling["name"] != "none"
         if config.scalings is not None and stretched and not SCHEMES[pos].rotates:
             skipped.append(f"{label}: pos={pos} has no frequencies to scale")
@@ -249,8 +249,8 @@ def evaluate_tasks(
     print(report.text())
     for run, found in zip(planned, answers, strict=True):
         with wandb_of(run, config) as wandb_run:
-            stretched = "".join(f"_{word}" for word in scaling_words(run.scaling))
-            log_curve(found["rows"], f"extrapolation/{run.settings.task.name}{stretched}", wandb_run.log, wandb_run)
+            prefix = f"extrapolation/{run.settings.task.name}{scaling_words(run.scaling, '_')}"
+            log_curve(found["rows"], prefix, wandb_run.log, wandb_run)
     log.info("wrote    %s", out / "report.html")
     return report.results
 

@@ -26,7 +26,7 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 
 from data import DataConfig, TokenFiles, draw_batch, draw_positions, get_tokenizer, prepare
 from measure import Report, Scoring, Text, measure, with_error
-from measure.answers import AnswerReport, measure_task, with_interval
+from measure.answers import AnswerReport, match_with_interval, measure_task
 from measure.report import log_curve
 from measure.windows import default_lengths, default_stride
 from model import GPT, GPTConfig
@@ -59,6 +59,8 @@ class Trainer:
             self.model, state = load_weights(weights), load_state(weights)
             self.step = self.saved = state["step"]
             log.info("resume   %s, step %d of %d", folder, self.step, t.max_steps)
+            if self.step > t.max_steps:
+                raise ValueError(f"train.max_steps={t.max_steps}: {folder} is at step {self.step} already")
             if state["fingerprint"] != self.source.fingerprint:
                 raise ValueError(f"resume={folder}: was trained on data {state['fingerprint']}, not on this")
         else:
@@ -228,7 +230,7 @@ class Trainer:
             rows, right = found["rows"], found["rows"][0]["exact_match"] or 0.0
             score, self.solved = 1 - right, self.task.stop_at is not None and right >= self.task.stop_at
             row = {f"val/exact_match_{row['range']}": row["exact_match"] for row in rows}
-            shown = ", ".join(f"{row['range']}: {with_interval(row)}" for row in rows)
+            shown = ", ".join(f"{row['range']}: {match_with_interval(row)}" for row in rows)
             log.info("step %d  exact match at %s", self.step, shown)
         else:
             with self.autocast:  # measure() reports its progress in all processes at once

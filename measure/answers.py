@@ -54,7 +54,7 @@ def evaluate_task(model: GPT, task: Any, ranges: Sequence[tuple[int, int]] | Non
     return rows
 
 
-def with_interval(row: dict | None) -> str:
+def match_with_interval(row: dict | None) -> str:
     """`0.9985 [0.9956, 0.9995]`, or where a table ends."""
     if row is None or row["exact_match"] is None:
         return NOTHING if row is None else row["note"]
@@ -98,9 +98,10 @@ class AnswerReport(Pages):
             right = [one for one in seeds if one["rows"][0]["exact_match"] == 1]
             lines += [(label, seeds), (f"{label}, seeds right in {self.spans[0]}", right)] if len(seeds) > 1 else []
         lines += [(one["run"], [one]) for one in self.results]
-        rows = [
-            [name, str(len(of)), *(with_interval(over_seeds(of, s)) for s in self.spans)] for name, of in lines if of
-        ]
+        rows = []
+        for name, of in lines:
+            if of:
+                rows.append([name, str(len(of)), *(match_with_interval(over_seeds(of, span)) for span in self.spans)])
         note = "[ ]: Wilson's 95 % interval over test strings; of several seeds, lowest and highest seed"
         return [Table("exact match by length", ["model", "seeds", *self.spans], rows, note)]
 

@@ -66,13 +66,14 @@ def _averaged(of_seeds: list[list[dict]]) -> list[dict]:
     return rows
 
 
-def scaling_words(scaling: dict | None) -> list[str]:
-    """Its name, and what is not as by default: [yarn, 4.0, beta_fast=8]."""
+def scaling_words(scaling: dict | None, before: str = " ") -> str:
+    """Its name, and what is not as by default: ` yarn 4.0 beta_fast=8`, with `before` before each; none for None."""
     if scaling is None:
-        return []
+        return ""
     name, known = lookup("scaling", {"none": lambda: None, **SCALINGS}, scaling)
     others = {key: value for key, value in scaling.items() if key != "name" and value != known[key]}
-    return [name, *(str(value) if key == "factor" else f"{key}={value}"[:24] for key, value in others.items())]
+    words = [name, *(str(value) if key == "factor" else f"{key}={value}"[:24] for key, value in others.items())]
+    return "".join(before + word for word in words)
 
 
 def seedless(settings: dict) -> str:

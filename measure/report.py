@@ -192,7 +192,7 @@ def log_measurements(found: Sequence[Measurement], report: Report, wandb_run: An
     import wandb  # it is the caller's: wandb_run is a run of it
 
     first = found[0]
-    stretched = "".join(f"_{word}" for word in scaling_words(first.about["scaling"]))
+    stretched = scaling_words(first.about["scaling"], "_")
 
     def record(row: dict) -> None:
         wandb_run.log({key: value for key, value in row.items() if value is not None})  # wandb shows None as a value

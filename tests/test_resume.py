@@ -245,6 +245,8 @@ def test_resuming_refuses_what_would_not_be_the_same_run(corpus, tmp_path, monke
         resumed(composed(*TINY, *corpus, "resume=nowhere"), ["resume=nowhere"])
     run(tmp_path, *TINY, *corpus, "train.max_steps=6", resume=True)
     assert [row["step"] for row in metrics(tmp_path) if "train/loss" in row] == [1, 2, 3, 4, 5, 6]
+    with pytest.raises(ValueError, match=r"train\.max_steps=5: .* is at step 6 already"):
+        run(tmp_path, *TINY, *corpus, "train.max_steps=5", resume=True)
     monkeypatch.setattr(TokenFiles, "fingerprint", "another")
     with pytest.raises(ValueError, match=r"was trained on data \w+, not on this"):
         run(tmp_path, *TINY, *corpus, "train.max_steps=8", resume=True)
