@@ -102,9 +102,3 @@ def rotate(
     if inv_freq.ndim != 1 or 2 * len(inv_freq) > x.shape[-1]:
         raise ValueError(f"inv_freq must be (planes,) of at most {x.shape[-1] // 2}, found {tuple(inv_freq.shape)}")
     return build_rotation(*rotary_tables(positions, inv_freq, attention_scale), layout)(x)
-
-
-if __name__ == "__main__":
-    from model.diagnosis import main
-
-    main()

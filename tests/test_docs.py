@@ -124,7 +124,7 @@ def test_the_commands_are_found():
     assert {"train pos=rope", "eval runs=outputs/*_256_seed0", "train -m experiment=train_short_test_long"} <= {
         *commands
     }
-    assert {module for _, module, _ in module_commands()} == {"model.rope", "model.convert", "model.hf"}
+    assert {module for _, module, _ in module_commands()} == {"model.rope_report", "model.convert", "model.hf"}
 
 
 # A comment before a table says which numbers of which file it shows: <!-- study/stdlib.json sliding perplexity -->

@@ -1,4 +1,4 @@
-"""The diagnosis of RoPE against closed forms in Python's floats, slow loops, and the known scores."""
+"""The report on RoPE against closed forms in Python's floats, slow loops, and the known scores."""
 
 import cmath
 import json
@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from model.diagnosis import decay_bound, main, planes, precision
 from model.rope import rope_frequencies
+from model.rope_report import decay_bound, main, planes, precision
 
 
 def thetas(head_dim, base=10000.0):
@@ -163,7 +163,7 @@ def test_the_command_takes_every_key(capsys, tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("", "usage: python -m model.rope"),
+        ("", "usage: python -m model.rope_report"),
         ("63 256", "head_dim=63"),
         ("64 1.5", "'1.5'"),
         ("64 256 --length -1", "length=-1"),
@@ -184,7 +184,7 @@ def test_what_a_user_can_mend_is_named(capsys, words, message):
 
 @pytest.mark.slow
 def test_the_command_is_reached_through_the_module():
-    words = [sys.executable, "-m", "model.rope", "8", "64"]
+    words = [sys.executable, "-m", "model.rope_report", "8", "64"]
     done = subprocess.run(words, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     assert "planes complete a turn within 64 tokens" in done.stdout

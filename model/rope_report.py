@@ -1,6 +1,6 @@
 """What a RoPE setting does, in numbers: its planes, its precision, its decay with distance.
 
-    python -m model.rope 64 256 --scaling '{"name": "yarn", "factor": 4}' --length 2048 --plot decay.png
+    python -m model.rope_report 64 256 --scaling '{"name": "yarn", "factor": 4}' --length 2048 --plot decay.png
 
 takes the rotary width of a head and the training length; --length is that of the sequence it is to be used on.
 """
@@ -78,7 +78,7 @@ def plot_decay(path: Path, trained: Tensor, used: Tensor, train_length: int) -> 
 
 def main(words: list[str] | None = None) -> None:
     """Print planes, precision and decay; exits with status 2 and a message where a user can mend what is wrong."""
-    parser = argparse.ArgumentParser("python -m model.rope", description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser("python -m model.rope_report", description=__doc__.partition("\n")[0])
     parser.add_argument("head_dim", type=int)
     parser.add_argument("train_length", type=int)
     parser.add_argument("--base", type=float, default=10000.0)
@@ -113,3 +113,7 @@ def main(words: list[str] | None = None) -> None:
     distances = torch.tensor([2**j for j in range((4 * train_length).bit_length())])
     for row in zip(distances.tolist(), decay_bound(distances, trained), decay_bound(distances, used), strict=True):
         print("{:8,}{:46.2f}{:12.2f}".format(*row))
+
+
+if __name__ == "__main__":
+    main()
