@@ -120,7 +120,9 @@ def plan_runs(config: DictConfig, opened: list[Run]) -> tuple[list[Run], list[st
             skipped.append(f"{label}: pos={pos} has no frequencies to scale")
             continue
         gpt_config = run.config if scaling is None else replace(run.config, scaling=scaling)
-        same = (run.checkpoint.stem, run.text and run.text.about, gpt_config.scaling)
+        # Seeds of one task end where they answer all of it, each at a step of its own.
+        solved = config.checkpoint is None and run.settings.task is not None and run.settings.task.stop_at is not None
+        same = (None if solved else run.checkpoint.stem, run.text and run.text.about, gpt_config.scaling)
         key = f"{same} {seedless(OmegaConf.to_container(run.settings))}"
         about = {"run": label, "folder": str(run.folder), "checkpoint": run.checkpoint.stem, "seed": run.settings.seed}
         if any((key, about["seed"]) == (other.about["key"], other.about["seed"]) for other in planned):
@@ -162,6 +164,8 @@ def evaluate_runs(config: DictConfig, ranks: Ranks = Ranks()) -> list[dict]:  # 
     opened = [open_run(folder, config.checkpoint) for folder in folders]
     several = f"{config.root}/{datetime.now():%Y-%m-%d_%H-%M-%S}_comparison"
     out = Path(config.out or (folders[0] if len(folders) == 1 else several)).expanduser()
+    if out.is_file():
+        raise ValueError(f"out={out}: is a file; choose a folder")
     commands = [*dict.fromkeys(str(run.origin.get("command", "?")) for run in opened), shlex.join(sys.argv)]
     if any(run.settings.task for run in opened):
         return evaluate_tasks(config, opened, out, device, commands) if ranks.first else []
@@ -171,7 +175,7 @@ def evaluate_runs(config: DictConfig, ranks: Ranks = Ranks()) -> list[dict]:  # 
     total = sum(scoring.cost(run.text, build_scheme(run.config)) for run in planned)
     for run in opened:
         log.info("run      %s, %s of %s", run.settings.name, run.checkpoint.stem, run.folder)
-    for text in {run.text.about["fingerprint"]: run.text for run in opened}.values():
+    for text in {(run.text.about["fingerprint"], run.text.about["tokenizer"]): run.text for run in opened}.values():
         facts = (text.about["corpus"], scoring.pieces(text)[1], coverage(text.about))
         log.info("text     %s", ", ".join(filter(None, facts)))
     lengths, protocols = ", ".join(map(str, scoring.lengths)), " and ".join(scoring.protocols)

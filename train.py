@@ -85,7 +85,8 @@ class Trainer:
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.precision == "fp16")
         if state:
             processes.load_optimizer(self.optimizer, state["optimizer"], self.sharded)
-            self.scaler.load_state_dict(state["scaler"])
+            if state["scaler"]:  # empty but for fp16
+                self.scaler.load_state_dict(state["scaler"])
         self.forward = self._forward()
 
     def _open_text(self) -> TokenFiles:
@@ -177,7 +178,7 @@ class Trainer:
         scored, loss = self.step_tokens, torch.zeros((), device=self.device)
         if self.task:
             scored = self.ranks.add_up((targets != -100).sum())
-        if self.task and len(parts) > 1:  # the padding of short strings need not be computed
+        if self.task and self.device.type == "cpu":  # the padding of short strings need not be computed
             ends = [int((y != -100).any(dim=0).nonzero().max()) + 1 for _, y in parts]
             parts = [(x[:, :end], y[:, :end]) for (x, y), end in zip(parts, ends, strict=True)]
         for i, (x, y) in enumerate(parts):

@@ -49,6 +49,10 @@ class DataConfig:
             raise ValueError(f"data.kind={self.kind!r}: known kinds are {', '.join(KINDS)}")
         if KINDS[self.kind] and not self.path:
             raise ValueError(f"data.path is missing: data={self.name} needs it, e.g. data.path={KINDS[self.kind]}")
+        if self.path and not KINDS[self.kind]:
+            raise ValueError(f"data.path={self.path}: data={self.name} reads no path; for your own text use data=files")
+        if self.val_split and self.kind != "hub":
+            raise ValueError(f"data.val_split={self.val_split}: data={self.name} has no splits; use data.val_fraction")
         if not 0 < self.val_fraction < 1:
             raise ValueError(f"data.val_fraction={self.val_fraction}: must be above 0 and below 1")
         check_whole("data.max_documents", self.max_documents, optional=True)

@@ -76,11 +76,12 @@ def group_duplicates(path: Path, sizes: Sequence[int]) -> np.ndarray:
         return document
 
     for document, blocks in read_documents(path, sizes):
-        places, shared = np.unique(np.concatenate([pieces.find(block) for block in blocks])), []
-        while len(places) and len(shared) < OWNERS:
-            shared.append(owners[places])
-            places = places[pieces.hashes[places + 1] == pieces.hashes[places]] + 1
-        others, times = np.unique(np.concatenate(shared), return_counts=True)
+        places = np.unique(np.concatenate([pieces.find(block) for block in blocks]))
+        # The first owners of each piece: times[i] places from places[i] on, in one array.
+        ends = np.searchsorted(pieces.hashes, pieces.hashes[places], side="right")
+        times = np.minimum(ends - places, OWNERS)
+        every = np.repeat(places - np.cumsum(times) + times, times) + np.arange(times.sum())
+        others, times = np.unique(owners[every], return_counts=True)
         for other in others[2 * times > counts[others]].tolist():
             group[root(other)] = root(document)
     return np.array([root(document) for document in range(len(sizes))])

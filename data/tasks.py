@@ -60,9 +60,9 @@ def addition(rng: Generator, length: int, symbols: int) -> String:
 
 
 def mqar(rng: Generator, length: int, symbols: int) -> String:
-    """A pair of a key and its value for every eight tokens; then each again, in random order among blanks (symbol 0),
-    its value a target. length counts all but the begin."""
-    pairs = max(1, length // 8)
+    """A pair of a key and its value for every eight tokens, 64 at most; then each again, in random order among blanks
+    (symbol 0), its value a target. length counts all but the begin."""
+    pairs = min(KEYS, max(1, length // 8))
     keys, values = 1 + rng.permutation(KEYS)[:pairs], 1 + KEYS + rng.integers(VALUES, size=pairs)
     again = SYMBOL + np.stack((keys, values), axis=1)
     ids, targets = [BEGIN, *again.ravel().tolist()], [False] * (1 + 2 * pairs)

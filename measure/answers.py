@@ -30,14 +30,14 @@ def wilson(right: int, n: int) -> tuple[float, float]:
     return max(0.0, (middle - half) / (1 + z * z / n)), min(1.0, (middle + half) / (1 + z * z / n))
 
 
-@torch.inference_mode()
-def evaluate_task(model: GPT, task: Any, ranges: Sequence[tuple[int, int]] | None = None) -> list[dict]:
+@torch.no_grad()  # not inference_mode: see measure.passes.score
+def evaluate_task(model: GPT, task: Any) -> list[dict]:
     """A row a range of lengths: range, from, to, exact_match, low, high (its interval), strings.
 
     task: a data.Task. Where a learned table ends before a range's strings, exact_match is None, with a note.
     """
     rows, limit = [], model.pos.max_length
-    for first, last in ranges or task.ranges:
+    for first, last in task.ranges:
         row, right, n = {"range": f"{first}-{last}", "from": first, "to": last}, 0, 0
         rows.append(row)
         if limit is not None and task.kind.size(last) - 1 > limit:
@@ -96,8 +96,9 @@ class AnswerReport(Pages):
         lines = []
         for label, seeds in self.models:
             right = [one for one in seeds if one["rows"][0]["exact_match"] == 1]
-            lines += [(label, seeds), (f"{label}, seeds right in {self.spans[0]}", right)] if len(seeds) > 1 else []
-        lines += [(one["run"], [one]) for one in self.results]
+            first = seeds[0]["rows"][0]["range"]
+            lines += [(label, seeds), (f"{label}, seeds right in {first}", right)] if len(seeds) > 1 else []
+        lines += [(one["run"] if len(seeds) > 1 else label, [one]) for label, seeds in self.models for one in seeds]
         rows = []
         for name, of in lines:
             if of:
@@ -106,7 +107,8 @@ class AnswerReport(Pages):
         return [Table("exact match by length", ["model", "seeds", *self.spans], rows, note)]
 
     def document(self) -> dict:
-        return self.results[0] if len(self.results) == 1 else {"commands": [*self.commands], "results": self.results}
+        results = [{key: value for key, value in one.items() if key != "key"} for one in self.results]
+        return results[0] if len(results) == 1 else {"commands": [*self.commands], "results": results}
 
     def write(self, folder: Path, html: bool = False) -> None:
         caption = "Bars: 95 % interval over test strings; of several seeds, the lowest and highest."

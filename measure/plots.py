@@ -2,7 +2,6 @@
 
 import io
 import math
-import textwrap
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -74,7 +73,7 @@ def styles(models: Sequence[tuple[str, dict]]) -> dict[str, dict]:
 
 def literal(label: str) -> str:
     """A label as it stands: no formula, no leading _, which would hide it from the legend."""
-    return "\u200b" + textwrap.shorten(label, 64, placeholder="…").replace("$", r"\$")
+    return "\u200b" + (label if len(label) <= 64 else f"{label[:31]}…{label[-32:]}").replace("$", r"\$")
 
 
 def draw_curves(
@@ -164,16 +163,17 @@ def plot_attention(models: Sequence[Measurement]) -> Plot:
     """A heat map a model: a row a head, a column a bin of distances, as colour the logarithm of the mean weight."""
     from matplotlib.colors import LogNorm
 
-    every = {model.label: np.array(model.probes["attention"]["weights"]) for model in models}  # (n_layer, n_head, bins)
-    lowest = max(FAINTEST, min(weights.min() for weights in every.values()))
-    norm = LogNorm(lowest, max(weights.max() for weights in every.values()), clip=True)
+    every = [np.array(model.probes["attention"]["weights"]) for model in models]  # (n_layer, n_head, bins) each
+    lowest = max(FAINTEST, min(weights.min() for weights in every))
+    norm = LogNorm(lowest, max(weights.max() for weights in every), clip=True)
 
-    def panel(axes: Any, model: Measurement) -> None:
-        weights, edges = every[model.label], model.probes["attention"]["edges"]
+    def panel(axes: Any, model: Measurement, weights: np.ndarray) -> None:
+        edges = model.probes["attention"]["edges"]
         image = axes.imshow(weights.reshape(-1, weights.shape[2]), norm=norm, aspect="auto")
         axes.figure.colorbar(image, ax=axes, label="mean attention weight")
         axes.set_xticks(range(len(edges) - 1), [str(edge) for edge in edges[:-1]], rotation=60)
         axes.yaxis.get_major_locator().set_params(integer=True)
         axes.set(title=literal(model.label), ylabel="head, layer by layer", xlabel="tokens from key to query")
 
-    return Plot([partial(panel, model=model) for model in models], "Mean attention weight; all models have one scale.")
+    panels = [partial(panel, model=model, weights=weights) for model, weights in zip(models, every, strict=True)]
+    return Plot(panels, "Mean attention weight; all models have one scale.")

@@ -17,6 +17,7 @@ from measure.statistics import finite
 from measure.tables import Table
 from model.checkpoint import write_text
 
+PLOTS = {"extrapolation", "by_position", "recall", "attention"}
 PAGE = Template((Path(__file__).parent / "page.html").read_text(encoding="utf-8"))
 
 
@@ -35,6 +36,9 @@ class Pages:
             for ending in (".png",) if body is None else (".png", ".svg"):
                 plot.save(folder / f"{stem}{ending}")
         if body is not None:
+            for stem in PLOTS - made.keys():  # of an earlier measurement
+                for ending in (".png", ".svg"):
+                    (folder / f"{stem}{ending}").unlink(missing_ok=True)
             write_text(folder / "tables.md", "\n".join(table.markdown() for table in (*self.tables, *self.probed)))
             words = {"body": "\n".join(body), "commands": escape("\n".join(self.commands))}
             write_text(folder / "report.html", PAGE.substitute(words))
@@ -124,8 +128,8 @@ class Report(Pages):
                 curves["by_position"] = plots.plot_positions(self.groups, looks)
             if recalled := [model for model in self.groups if "recall" in model.probes]:
                 probes["recall"] = plots.plot_recall(recalled, looks)
-            if attentive := [one for one in self.measurements if "attention" in one.probes]:
-                probes["attention"] = plots.plot_attention(attentive)
+        if html and (attentive := [one for one in self.measurements if "attention" in one.probes]):
+            probes["attention"] = plots.plot_attention(attentive)
         self.write_files(folder, curves | probes, self._body(curves, probes) if html else None)
 
     def _body(self, curves: dict[str, plots.Plot], probes: dict[str, plots.Plot]) -> list[str]:
@@ -170,7 +174,9 @@ def comparability(measurements: Sequence[Measurement]) -> list[str]:
     if len({one["fingerprint"] for one in about}) > 1:
         notes.append("not all of these runs are measured on the same data: only those of one text can be compared")
     if len({one["tokenizer"] for one in about}) > 1:
-        notes.append("different tokenizers: bits per byte only, and a length is in each run's own tokens")
+        notes.append("different tokenizers: only bits per byte are shown, and a length is in each run's own tokens")
+    if len({one["documents"].split()[0] for one in about}) > 1:
+        notes.append("some of these texts are scored within documents, others across: documents= chooses one for all")
     return list(dict.fromkeys(notes))
 
 

@@ -113,7 +113,8 @@ def sentence(model: Measurement) -> str:
     if found is None:
         return f"{model.label}: its training length, {base}, is not measured"
     shown = f"the end of its table, {found['value']:.0f}" if "note" in found else usable(found)
-    times = f"{found['value'] / base:.2g} × the training length"
+    times = found["value"] / base
+    times = f"{times:{'.2g' if times < 100 else '.0f'}} × the training length"
     words = f"{model.label}: within {WITHIN} up to {re.sub('^≥', 'at least', shown)} tokens ({times})"
     past = [length for length in model.lengths if length > base and length in model.losses]
     at = next((length for length in past if length >= 2 * base), max(past, default=base))
@@ -131,8 +132,8 @@ def _over_train_length(model: Measurement, length: int) -> str:
 
 def _errors(models: Sequence[Measurement], meanings: str) -> str:
     """What the errors and intervals of a table are over, or why it has none."""
-    sizes = sorted({len(model.counts) for model in models} - {0})
-    if not sizes or sizes[0] < ENOUGH_DOCUMENTS:
+    sizes = sorted({len(model.counts) for model in models if len(model.counts) >= ENOUGH_DOCUMENTS})
+    if not sizes:
         return f"no errors or intervals: fewer than {ENOUGH_DOCUMENTS} documents are scored"
     seeds = " and the seeds" if any(len(model.seeds) > 1 for model in models) else ""
     return f"{meanings}, over {' or '.join(map(str, sizes))} documents{seeds}"

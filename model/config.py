@@ -66,6 +66,9 @@ class GPTConfig:
             raise ValueError(f"model.dropout={self.dropout!r}: must be a number from 0 to below 1")
         if not isinstance(self.layers, list | tuple) or not self.layers or any(x not in LAYERS for x in self.layers):
             raise ValueError(f"model.layers={self.layers!r}: must be a list of {', '.join(LAYERS)}, one entry at least")
+        if len(self.layers) > self.n_layer:
+            found = f"has {len(self.layers)} entries for model.n_layer={self.n_layer}"
+            raise ValueError(f"model.layers={self.layers!r}: {found}; use more layers, or a shorter pattern")
         if self.head_dim % 2:
             raise ValueError(f"model.head_dim={self.head_dim}: must be even, rotary planes have two dimensions")
         if self.n_head % self.n_kv_head:

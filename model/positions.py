@@ -132,7 +132,7 @@ class RotaryPositions(PositionScheme):
         if self.rotary_dim % 2 or self.rotary_dim == 0:
             found = f"turns {self.rotary_dim} of model.head_dim={config.head_dim} dimensions"
             raise ValueError(f"pos.rotary_fraction={rotary_fraction}: {found}; must be pairs, one at least")
-        self.base, self.layout, self.scaling = base, layout, config.scaling
+        self.base, self.layout, self.scaling, self.softmax = base, layout, config.scaling, config.attention == "softmax"
         self.original_length, self.turning = config.original_length, int(turning * self.rotary_dim / 2)  # planes
         if self.turning == 0:
             raise ValueError(
@@ -147,7 +147,8 @@ class RotaryPositions(PositionScheme):
             inv_freq, attention_scale = scaled(inv_freq, self.base, self.scaling, self.original_length, length)
         if self.turning < len(inv_freq):
             inv_freq[self.turning :] = 0
-        return inv_freq, attention_scale
+        # Under linear attention the factor is no temperature of a softmax: it would only scale the outputs.
+        return inv_freq, attention_scale if self.softmax else 1.0
 
     def rotation(self, positions: Tensor, length: int) -> Callable[[Tensor], Tensor]:
         cos, sin = rotary_tables(positions, *self.frequencies(length, positions.device))
@@ -214,7 +215,9 @@ class Kerple(PositionScheme):
         nn.init.uniform_(self.rate, 0, 1)
 
     def by_distance(self, distances: Tensor) -> Tensor:
-        strength, rate = (value.float().clamp(min=1e-2)[:, None] for value in (self.strength, self.rate))
+        # At least 0.01. The gradient passes all the same, so that a number below can grow again (a clamp's would be 0).
+        strength, rate = (x + (x.clamp(min=1e-2) - x).detach() for x in (self.strength.float(), self.rate.float()))
+        strength, rate = strength[:, None], rate[:, None]
         return -strength * (rate * distances).log1p()
 
 

@@ -20,7 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from model import GPT, load_run
 from model.checkpoint import latest_checkpoint, read_config, write_text
-from runs.settings import CONFIGS, TrainConfig, checked
+from runs.settings import CONFIGS, TrainConfig, checked, task_of
 
 log = logging.getLogger("ropewalk")
 PACKAGES = ("torch", "numpy", "tiktoken", "datasets", "hydra-core", "wandb", "safetensors")
@@ -28,7 +28,7 @@ PACKAGES = ("torch", "numpy", "tiktoken", "datasets", "hydra-core", "wandb", "sa
 FORMER = ("max_targets", "repeat", "trust", "init_table", "profile", "flex_attention", "skip_bad_steps")
 NEWER = ("deterministic", "sharding", "train", "val", "wandb")
 # What may change when a run is resumed; all else is as its config.yaml says.
-RESUMABLE = ("resume", "device", "wandb.mode", "sharding", "data.cache")
+RESUMABLE = ("resume", "device", "precision", "wandb.mode", "sharding", "data.cache")
 RESUMABLE += ("train.max_steps", "train.eval_every", "train.checkpoint_every", "train.keep")
 
 
@@ -87,6 +87,8 @@ def fix_scaling(config: DictConfig) -> None:
     model, scaling = config.model, config.scaling
     if scaling is None or scaling.name == "none":
         return
+    if task := task_of(config):
+        model.train_length = task.train_length
     if config.init_from and model.get("original_length") is None:
         model.original_length = read_config(latest_checkpoint(Path(config.init_from).expanduser())).original_length
     if scaling.get("factor", 1) is None and scaling.name != "dynamic" and model.get("original_length"):
@@ -98,17 +100,18 @@ def start_from(model: GPT, source: Path) -> None:
     start = load_run(source)
     theirs, ours = asdict(start.config), asdict(model.config)
     free = {"original_length", "scaling", "dropout"}
-    if ours["pos"]["name"] != "learned":  # a table has a row for each position of the training length
+    # A table has a row for each position of the training length; the two others count in training lengths.
+    if ours["pos"]["name"] not in ("learned", "fire") and ours["query_scale"] not in ("log", "log_nope"):
         free.add("train_length")
     if theirs["pos"]["name"] != ours["pos"]["name"] and not [*start.pos.parameters(), *model.pos.parameters()]:
         free.add("pos")  # as in DroPE
     for config in (theirs, ours):
-        config["pos"].pop("base", None)
-    if differing := [key for key in ours if key not in free and ours[key] != theirs[key]]:
-        settings = ", ".join(f"{key}={theirs[key]} there, {ours[key]} here" for key in differing)
-        raise ValueError(f"init_from={source}: its weights are those of another model: {settings}")
+        config["base"] = config["pos"].pop("base", None)
+    differing = {key: f"{key}={theirs[key]} there, {ours[key]} here" for key in ours if ours[key] != theirs[key]}
+    if fixed := [words for key, words in differing.items() if key not in (*free, "base")]:
+        raise ValueError(f"init_from={source}: its weights are those of another model: {', '.join(fixed)}")
     model.load_state_dict(start.state_dict())
-    log.info("weights  from %s", source)
+    log.info("weights  from %s", "; ".join([str(source), *differing.values()]))
 
 
 def provenance(device: torch.device) -> dict:

@@ -54,7 +54,7 @@ class Ranks:
     def in_turn(self, action: Callable[[], Any]) -> Any:
         """Each process' own result, of the first process of a machine first: what it leaves on a disk is made once."""
         result = action() if self.local_rank == 0 else None
-        self.share(None)
+        self.add_up(torch.zeros(1))  # waits for all
         return result if self.local_rank == 0 else action()
 
 
@@ -97,10 +97,13 @@ def averaging(forward: nn.Module, last: bool) -> contextlib.AbstractContextManag
 
 
 def whole(value: Any) -> Any:
-    """A state dict with its sharded tensors gathered on the CPU. All processes call it."""
+    """A state dict with its sharded tensors gathered, on the first process' CPU. All processes call it."""
     if isinstance(value, dict):
         return {key: whole(part) for key, part in value.items()}
-    return value.full_tensor().cpu() if hasattr(value, "full_tensor") else value
+    if not hasattr(value, "full_tensor"):
+        return value
+    gathered = value.full_tensor()
+    return gathered.cpu() if dist.get_rank() == 0 else None  # one whole copy on a machine, not one a process
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: dict, sharded: bool) -> None:

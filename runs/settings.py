@@ -29,6 +29,7 @@ LIMITS = {"seed": (0, 2**63), "train.warmup_steps": (0, math.inf)}  # a number's
 LIMITS |= dict.fromkeys([*(f"train.{key}" for key in COUNTS), "val.stride", "val.max_windows"], (1, math.inf))
 LIMITS |= dict.fromkeys(("train.lr", "train.pos_lr_ratio", "train.grad_clip", "train.peak_flops"), (1e-30, math.inf))
 LIMITS |= dict.fromkeys(("train.weight_decay", "train.min_lr_ratio"), (0, math.inf))
+LIMITS["train.position_range"] = 1, math.inf
 LIMITS |= dict.fromkeys(("train.beta1", "train.beta2"), (0, 1))
 CHOICES = {"train.compile": (True, False, "auto"), "train.schedule": ("cosine", "linear"), "wandb.mode": MODES}
 CHOICES |= {"sharding": ("none", "fsdp")}
@@ -94,7 +95,7 @@ def run_dir(resume: str | None, name: str) -> str:
 
     Its name needs no quotes on a command line. The processes of a torchrun job other than the first make none.
     """
-    if int(os.environ.get("RANK", "0")) > 0 and "WORLD_SIZE" in os.environ:
+    if int(os.environ.get("RANK", "0")) > 0 and {"WORLD_SIZE", "LOCAL_RANK"} <= os.environ.keys():
         return "."
     if resume and (Path(resume).expanduser() / "config.yaml").is_file():
         return str(Path(resume).expanduser())

@@ -36,6 +36,7 @@ def test_every_choice_composes_and_builds(group, choice, monkeypatch):
     monkeypatch.setattr("runs.settings.get_tokenizer", found)
     # LongRoPE's divisors come from a search: there are no defaults to build with
     needed = [f"scaling.{side}={[1.0] * 32}" for side in ("short", "long")] if choice == "longrope" else []
+    needed += ["model.n_layer=6"] * (choice == "gemma3")
     needed += {"task": ["data=task"], "data": ["task=copy"] * (choice == "task")}.get(group, [])
     config = composed(f"{group}={choice}", *needed)
     DataConfig(**config.data)
@@ -93,6 +94,7 @@ def test_the_preset_follows_the_machine_and_the_groups_follow_the_preset(cuda, m
         ("train.peak_flops=inf", r"train\.peak_flops=inf"),
         ("train.compile=maybe", r"train\.compile"),
         ("pos=t5,train.position_range=4", r"train\.position_range=4\.0: pos=t5 needs positions in a row"),
+        ("train.position_range=0.5", r"train\.position_range=0\.5: must be .* at least 1"),
         ("sharding=half", r"sharding='half': use none, fsdp"),
         ("wandb.mode=on", r"wandb\.mode='on'"),
         ("val.stride=0", r"val\.stride=0"),
@@ -142,6 +144,7 @@ def test_new_runs_never_share_a_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("RANK", "1")  # by itself it is somebody else's variable
     assert Path(run_dir(None, "a")).is_relative_to("outputs")
     monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_RANK", "1")
     assert run_dir(None, "a") == "."
 
 

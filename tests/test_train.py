@@ -148,6 +148,22 @@ def test_a_run_can_start_from_anothers_weights(corpus, tmp_path):
         run(tmp_path / "longer", *TINY, *corpus, "pos=learned", start, "model.train_length=32")
 
 
+@pytest.mark.parametrize("setting", ["pos=fire", "model.query_scale=log"])
+def test_what_counts_in_training_lengths_starts_at_the_same_length(setting, corpus, tmp_path):
+    run(tmp_path / "first", *TINY, *corpus, setting)
+    start = [*TINY, *corpus, setting, f"init_from={tmp_path / 'first'}"]
+    run(tmp_path / "same", *start)
+    with pytest.raises(ValueError, match="train_length=16 there, 32 here"):
+        run(tmp_path / "longer", *start, "model.train_length=32")
+
+
+def test_what_differs_from_the_run_that_gave_the_weights_is_said(corpus, tmp_path, caplog):
+    run(tmp_path / "first", *TINY, *corpus)
+    with caplog.at_level("INFO"):
+        run(tmp_path / "second", *TINY, *corpus, f"init_from={tmp_path / 'first'}", "pos.base=500", "model.dropout=0.1")
+    assert "first; dropout=0.0 there, 0.1 here; base=10000.0 there, 500.0 here" in caplog.text
+
+
 def test_a_fine_tune_under_a_scaling_fixes_its_factor(corpus, tmp_path, monkeypatch):
     run(tmp_path / "first", *TINY, *corpus)
     settings = [*TINY, *corpus, f"init_from={tmp_path / 'first'}", "model.train_length=32", "scaling=yarn"]

@@ -259,14 +259,31 @@ def test_training_lengths_stand_in_the_legend_once(trained, tmp_path, drawn):
     assert not drawn[0].axes[0].texts
 
 
-def test_attention_maps_share_one_scale(tmp_path, drawn):
-    runs = [measurement("rope"), measurement("alibi")]
+@pytest.mark.parametrize("names", [("rope", "alibi"), ("rope", "rope")])
+def test_attention_maps_share_one_scale(names, tmp_path, drawn):
+    runs = [measurement(name, key=f"{i} {name}", tokenizer=f"t{i}") for i, name in enumerate(names)]
     for run, weights in zip(runs, ([[[0.9, 0.05]]], [[[0.5, 0.001]]]), strict=True):
         run.probes["attention"] = {"edges": [0, 1, 2], "length": 2, "weights": weights}
     Report(runs).write(tmp_path, html=True)
     maps = [axes.images[0] for figure in drawn for axes in figure.axes if axes.images]
     assert {(shown.norm.vmin, shown.norm.vmax) for shown in maps} == {(0.001, 0.9)}
     assert len(maps) == 6  # PNG, SVG, and one by one for the page
+    assert [shown.get_array().max() for shown in maps[:2]] == [0.9, 0.5]
+
+
+def test_long_names_that_differ_at_their_end_have_a_curve_each_in_the_legend(tmp_path, drawn):
+    names = [f"rope_with_{'a_very_' * 12}long_name (outputs/{end})" for end in "ab"]
+    Report([measurement(name) for name in names]).write(tmp_path)
+    assert len({label for label in labels(drawn[0]) if label.startswith("rope_with")}) == 2
+
+
+def test_plots_of_an_earlier_measurement_do_not_stay_beside_the_report(tmp_path):
+    run = measurement()
+    run.probes["recall"] = recall(1.0)
+    Report([run]).write(tmp_path, html=True)
+    assert (tmp_path / "recall.svg").exists()
+    Report([measurement()]).write(tmp_path, html=True)
+    assert {path.stem for path in tmp_path.glob("*.svg")} == {"extrapolation", "by_position"}
 
 
 @pytest.mark.parametrize("name", ["cost$\\alp$", "_hidden", "größe=3 {x} %s", "<b>&amp;", "x" * 400])
@@ -310,8 +327,10 @@ def test_what_cannot_be_compared_is_said():
     made = measurement
     assert comparability([made(), made()]) == []
     assert "not all of these runs" in comparability([made(), made(fingerprint="f2", trained_on="f2")])[0]
+    (mixed,) = comparability([made(), made(documents="across the borders of 20 documents")])
+    assert "scored within documents, others across" in mixed
     (note,) = comparability([made(), made(tokenizer="gpt2")])
-    assert "bits per byte only" in note
+    assert "only bits per byte" in note
     assert "in each run's own tokens" in note
     assert "was trained on data f1" in comparability([made(fingerprint="f2")])[0]
 

@@ -238,6 +238,19 @@ def test_biases_are_their_published_formulas(pos):
             assert bias[h, i, j].item() == pytest.approx(expected.item(), abs=1e-5)
 
 
+def test_a_number_of_kerple_below_its_least_still_learns():
+    scheme = small_model({"name": "kerple"}).pos
+    with torch.no_grad():
+        scheme.strength[0] = scheme.rate[1] = 0.005
+    distances = torch.arange(9.0)
+    bias = scheme.by_distance(distances)
+    expected = -0.01 * torch.log1p(scheme.rate[0] * distances)
+    torch.testing.assert_close(bias[0], expected, rtol=1e-5, atol=1e-7)
+    bias.sum().backward()
+    assert (scheme.strength.grad < 0).all()
+    assert (scheme.rate.grad < 0).all()
+
+
 def test_a_learned_table_ends_in_patterns_too():
     model = small_model({"name": "learned"}, layers=["window", "nope"], window=4)
     with pytest.raises(ValueError, match="past the learned table"):
@@ -250,6 +263,7 @@ def test_a_learned_table_ends_in_patterns_too():
         ({"layers": []}, r"model\.layers=\[\]: must be a list of full, window, nope"),
         ({"layers": ["global"]}, r"model\.layers=\['global'\]"),
         ({"layers": "full"}, r"model\.layers='full'"),
+        ({"layers": ["full", "full", "nope"]}, r"model\.layers=.*: has 3 entries for model\.n_layer=2"),
         ({"layers": ["window"]}, r"window layers need model\.window"),
         ({"window": 4}, r"window layers need model\.window"),
         ({"layers": ["window"], "window": 0}, r"model\.window=0"),
