@@ -71,7 +71,7 @@ class Trainer:
         self.pending = [*state.get("pending", [])]  # since the last row of metrics: (step, loss, gradient norm)
         length, flops = config.model.train_length, self.model.flops_per_token(config.model.train_length)
         size, own = (sum(p.numel() for p in part.parameters()) for part in (self.model, self.model.pos))
-        about = f"{size:,} parameters ({own:,} for positions), {flops / 1e6:.1f} MFLOP a token, train length {length}"
+        about = f"{size:,} parameters ({own:,} for positions), {flops / 1e6:.1f} MFLOP per token, train length {length}"
         log.info("model    %s: %s", scheme_name(config), about)
         peak = devices.peak_flops(self.device, t.peak_flops)
         self.mfu_of_rate = peak and 3 * flops / (peak * ranks.world_size)  # the pass backward costs two passes forward
@@ -219,7 +219,7 @@ class Trainer:
         return steps
 
     def _evaluate(self) -> float:
-        """Measure, record, and report after the last step. Returns the loss at the training length, nats a token.
+        """Measure, record, and report after the last step. Returns the loss at the training length, nats per token.
 
         Of a task it is the share of wrong answers in its first range.
         """

@@ -17,7 +17,7 @@ def draw_batch(
     """Inputs and targets of a step, int64 (batch_size / world_size, length) each; targets[:, t] follows inputs[:, t].
 
     Each epoch cuts the tokens into windows that do not overlap, from an offset of its own, and visits every window once
-    in a random order. All ranks together draw the same `batch_size` windows a step, whatever the number of ranks.
+    in a random order. All ranks together draw the same `batch_size` windows per step, whatever the number of ranks.
     """
     windows, slack = divmod(len(tokens) - 1, length)
     share = batch_size // world_size

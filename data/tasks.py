@@ -84,7 +84,7 @@ def distinct(answer: Callable[[np.ndarray], np.ndarray]) -> Callable[[Generator,
 
 @dataclass(frozen=True)
 class Kind:
-    """A task: its function, how many symbols it has, how many ids a string at most, and how many strings there are."""
+    """A task: its function, how many symbols it has, how many ids a string has at most, how many strings there are."""
 
     draw: Callable[[Generator, int, int], String]
     symbols: int | None = None  # None: as many as the longest length, as in the paper

@@ -1,7 +1,7 @@
 """Measuring trained models past their training length: windows, losses, errors, probes, tables and plots.
 
 text = Text(tokens, offsets, bytes_per_token, about)
-measurements = measure(model, text, Scoring(lengths=(256, 512)), {"run": "rope"})   # one a protocol
+measurements = measure(model, text, Scoring(lengths=(256, 512)), {"run": "rope"})   # one per protocol
 print(Report(measurements).text())
 """
 

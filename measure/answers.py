@@ -32,7 +32,7 @@ def wilson(right: int, n: int) -> tuple[float, float]:
 
 @torch.no_grad()  # not inference_mode: see measure.passes.score
 def evaluate_task(model: GPT, task: Any) -> list[dict]:
-    """A row a range of lengths: range, from, to, exact_match, low, high (its interval), strings.
+    """A row per range of lengths: range, from, to, exact_match, low, high (its interval), strings.
 
     task: a data.Task. Where a learned table ends before a range's strings, exact_match is None, with a note.
     """

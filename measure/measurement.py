@@ -196,7 +196,7 @@ class Measurement:
 def row_of(
     losses: np.ndarray, counts: np.ndarray, n_bytes: np.ndarray | None = None, least: int = ENOUGH_DOCUMENTS
 ) -> dict:
-    """nll (nats a token, the mean over seeds), perplexity (of that mean), stderr (of nll), low and high (its 95 %
+    """nll (nats per token, the mean over seeds), perplexity (of that mean), stderr (of nll), low and high (its 95 %
     interval), scored (tokens), bits_per_byte. losses: (seeds, documents) or (documents,); the others: (documents,)."""
     found = estimate(np.atleast_2d(losses), counts, least=least)
     nll, scored, size = found["value"], int(counts.sum()), 0 if n_bytes is None else n_bytes.sum()
@@ -276,16 +276,16 @@ def evaluate_lengths(
 ) -> list[dict]:
     """Mean loss of a text at each context length. Runs under whatever autocast is on; dropout is off.
 
-    tokens: integers, 1-D. stride: sliding only, targets scored a window, each with length - stride + 1 to length tokens
-    of context. max_windows: of the longest length at most so many, spread over the text. bytes_per_token:
+    tokens: integers, 1-D. stride: sliding only, targets scored per window, each with length - stride + 1 to length
+    tokens of context. max_windows: of the longest length at most so many, spread over the text. bytes_per_token:
     (vocab_size,), for bits_per_byte. batch_tokens changes speed and memory, not results. documents: integers
     (documents + 1,), where each begins, and the end: no window crosses a border, and only documents that hold the
     longest window are scored.
 
-    Returns one dict a length: length; nll, nats a token, the sum of all losses over their count; perplexity; stderr and
-    the 95 % interval from low to high of nll, over windows or, where given, documents, None for a single one; scored,
-    the tokens counted; bits_per_byte. Past a learned table these are None, scored is 0 and `note` says where it ends.
-    Raises ValueError for what does not fit, and for ids outside the vocabulary.
+    Returns one dict per length: length; nll, nats per token, the sum of all losses over their count; perplexity; stderr
+    and the 95 % interval from low to high of nll, over windows or, where given, documents, None for a single one;
+    scored, the tokens counted; bits_per_byte. Past a learned table these are None, scored is 0 and `note` says where it
+    ends. Raises ValueError for what does not fit, and for ids outside the vocabulary.
     """
     tokens, vocab_size = token_array(tokens), model.config.vocab_size
     sizes = np.zeros(vocab_size, dtype=np.int64) if bytes_per_token is None else bytes_per_token

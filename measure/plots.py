@@ -79,7 +79,7 @@ def literal(label: str) -> str:
 def draw_curves(
     axes: Any, models: Sequence[Measurement], points: dict[str, list[tuple]], looks: dict, ticks: Sequence[int]
 ) -> None:
-    """A curve a model over tokens (log₂) with its band, a line at each training length, a cross where a table ends.
+    """A curve per model over tokens (log₂) with its band, a line at each training length, a cross where a table ends.
 
     points: of each label x, value (None past a table) and standard error or None.
     """
@@ -109,7 +109,7 @@ def draw_curves(
 
 
 def plot_lengths(protocols: dict[str, list[Measurement]], metric: str, looks: dict[str, dict]) -> Plot:
-    """A panel a protocol: perplexity or bits per byte over the length."""
+    """A panel per protocol: perplexity or bits per byte over the length."""
     from matplotlib import ticker
 
     def panel(axes: Any, protocol: str) -> None:
@@ -140,7 +140,7 @@ def plot_positions(models: Sequence[Measurement], looks: dict[str, dict]) -> Plo
             rows = model.by_position
             points[model.label] = [((row["from"] + row["to"] + 1) / 2, row["nll"], row["stderr"]) for row in rows]
         draw_curves(axes, same, points, looks, [2**k for k in range(length.bit_length())])
-        axes.set(title=f"loss by position in windows of {length}", xlabel="tokens of context", ylabel="nats a token")
+        axes.set(title=f"loss by position in windows of {length}", xlabel="tokens of context", ylabel="nats per token")
 
     lengths = sorted({model.bins[-1][1] for model in models if model.bins}, reverse=True)
     return Plot([partial(panel, length=length) for length in lengths], BANDS)
@@ -154,13 +154,13 @@ def plot_recall(models: Sequence[Measurement], looks: dict[str, dict]) -> Plot:
         points = {model.label: [tuple(row[key] for key in keys) for row in model.probes["recall"]] for model in models}
         draw_curves(axes, models, points, looks, sorted({x for of_model in points.values() for x, _, _ in of_model}))
         title = "recall: what the first copy of a random string gains"
-        axes.set(title=title, xlabel="tokens from copy to copy", ylabel="nats a token")
+        axes.set(title=title, xlabel="tokens from copy to copy", ylabel="nats per token")
 
     return Plot([panel], "Bands are ± one standard error, over trials or seeds.")
 
 
 def plot_attention(models: Sequence[Measurement]) -> Plot:
-    """A heat map a model: a row a head, a column a bin of distances, as colour the logarithm of the mean weight."""
+    """A heat map per model: a row per head, a column per bin of distances, the mean weight as a colour."""
     from matplotlib.colors import LogNorm
 
     every = [np.array(model.probes["attention"]["weights"]) for model in models]  # (n_layer, n_head, bins) each

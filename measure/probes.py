@@ -26,9 +26,10 @@ def recall(
     it (Olsson et al. 2022). A string of ids of the text, then text, then the string again; the control's first copy is
     another string. Distances, from start to start, are those that fit into `longest` positions, with equal strings.
 
-    Returns one dict a distance: distance; nll, nats a token on the second copy without its first token; control_nll,
-    the same in the control; gain, control_nll - nll; stderr and gain_stderr, standard errors over trials (None for one
-    trial). Past a learned table these are None, with a note. Raises ValueError for settings that do not fit.
+    Returns one dict per distance: distance; nll, nats per token on the second copy without its first token;
+    control_nll, the same in the control; gain, control_nll - nll; stderr and gain_stderr, standard errors over trials
+    (None for one trial). Past a learned table these are None, with a note. Raises ValueError for settings that do not
+    fit.
     """
     tokens = token_array(tokens)
     fed = string_length - 1  # tokens of the second copy that are inputs
@@ -63,7 +64,7 @@ def shift(model: GPT, tokens: Tensor | np.ndarray, windows: int = 32) -> list[di
     T and 8T, T being the training length. Up to `windows` windows are T - n tokens long, so that a learned table can be
     tried at one shift; frequency scalings go by this length.
 
-    Returns one dict a shift: shift; length; nll, nats a token; difference, of nll to that at shift 0; stderr, the
+    Returns one dict per shift: shift; length; nll, nats per token; difference, of nll to that at shift 0; stderr, the
     standard error of difference over windows (None for one window); mean_change and max_change, mean and maximum over
     tokens of |loss - loss at shift 0|. Past a learned table all but the first two are None, with a note.
     """

@@ -88,7 +88,7 @@ class Report(Pages):
 
     @cached_property
     def probed(self) -> list[Table]:
-        """The probes' tables; losses a token of different tokenizers do not stand side by side."""
+        """The probes' tables; losses per token of different tokenizers do not stand side by side."""
         made = [tables.of_probe(self.groups, probe) for probe in tables.PROBES if self.alike]
         return [table for table in made if table.rows]
 
@@ -133,7 +133,7 @@ class Report(Pages):
         self.write_files(folder, curves | probes, self._body(curves, probes) if html else None)
 
     def _body(self, curves: dict[str, plots.Plot], probes: dict[str, plots.Plot]) -> list[str]:
-        """A sentence a model, the curves, the tables, the probes."""
+        """A sentence per model, the curves, the tables, the probes."""
         first = self.measurements[0].about
         models = [model for model in next(iter(self.protocols.values())) if not model.about.get("truncated")]
         text = ", ".join(filter(None, [first["corpus"], first["documents"], coverage(first)]))
@@ -181,7 +181,7 @@ def comparability(measurements: Sequence[Measurement]) -> list[str]:
 
 
 def log_curve(rows: Sequence[dict], prefix: str, record: Callable[[dict], None], wandb_run: Any) -> None:
-    """The curve as metrics with length as their x-axis, and a summary value a length to sort runs by.
+    """The curve as metrics with length as their x-axis, and a summary value per length to sort runs by.
 
     rows: of a Measurement, or of a task's answers, whose x is the longest length of a range.
     """

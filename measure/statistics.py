@@ -16,7 +16,7 @@ def standard_error(values: np.ndarray) -> float | None:
 def estimate(
     losses: np.ndarray, counts: np.ndarray, minus: np.ndarray | None = None, least: int = ENOUGH_DOCUMENTS
 ) -> dict:
-    """Mean loss a token over seeds and documents, or how much it is above another one; its error and 95 % interval.
+    """Mean loss per token over seeds and documents, or how much it is above another one; its error and 95 % interval.
 
     losses: float64 (seeds, documents), sums over the tokens of each document; counts: (documents,), those tokens.
     minus: (other seeds, documents), of a model with other seeds; of equal seeds the caller gives the differences.

@@ -140,7 +140,7 @@ def _errors(models: Sequence[Measurement], meanings: str) -> str:
 
 
 def one_model(model: Measurement) -> Table:
-    """A line a length: perplexity, bits per byte, and the ratio to the perplexity at the training length."""
+    """A line per length: perplexity, bits per byte, and the ratio to the perplexity at the training length."""
     lines = []
     for n in model.lengths:
         cells = [_value(model, n, "perplexity"), _value(model, n, "bits_per_byte", show_error=False)]
@@ -151,7 +151,7 @@ def one_model(model: Measurement) -> Table:
 
 
 def by_length(models: Sequence[Measurement], metric: str) -> Table:
-    """A line a model, a column a length: `perplexity` or `bits_per_byte`; and the usable length."""
+    """A line per model, a column per length: `perplexity` or `bits_per_byte`; and the usable length."""
     ended = {f"{m.label}: {m.row(n)['note']}": None for m in models for n in m.lengths if n not in m.losses}
     usable_is = f"usable: within {WITHIN} of the perplexity at the training length"
     note = "; ".join([_errors(models, f"{PLUS_MINUS}, {INTERVAL}"), usable_is, *ended])
@@ -170,17 +170,17 @@ def against_train_length(models: Sequence[Measurement]) -> Table:
 
 
 def against(models: Sequence[Measurement], reference: Measurement) -> Table:
-    """Each model's nats a token minus the reference's, at each length on the same tokens."""
+    """Each model's nats per token minus the reference's, at each length on the same tokens."""
     others = [model for model in models if model is not reference]
     pairs = {(m.label, n): m.against(reference, n) for m in others for n in m.lengths}
     seeds = {f"seeds of {label}: {pair['seeds']}": None for (label, _), pair in pairs.items() if pair}
     note = "; ".join([_errors(models, INTERVAL), *(words for words in seeds if words.endswith(")"))])
-    title = f"nats a token minus those of {reference.label}, on the same tokens"
+    title = f"nats per token minus those of {reference.label}, on the same tokens"
     return _over_lengths(title, others, lambda model, n: difference(pairs[model.label, n]), note)
 
 
 def _over_lengths(title: str, models: Sequence[Measurement], cell: Callable, note: str) -> Table:
-    """A line a model, a column a length, but for models with nothing but 1; seeds and training lengths that differ."""
+    """A line per model, except those with nothing but 1; a column per length, and for what else differs."""
     lengths, about, lines = models[0].lengths if models else [], {}, []
     if any(len(model.seeds) > 1 for model in models):
         about["seeds"] = lambda model: str(len(model.seeds))
@@ -197,20 +197,20 @@ PROBES = {  # x, what stands in a cell, title and note
     "recall": (
         "distance",
         lambda row: digits(row["gain"], row["gain_stderr"]),
-        "recall: nats a token that a first copy of a random string gains, by tokens from copy to copy",
+        "recall: nats per token that a first copy of a random string gains, by tokens from copy to copy",
         f"{PLUS_MINUS}, over trials or seeds",
     ),
     "shift": (
         "shift",
         lambda row: f"{row['difference']:+.2g} ({row['mean_change']:.1g})",
-        "shift test: change of the loss when all positions are moved, nats a token (mean size for a single token)",
+        "shift test: change of the loss when all positions are moved, nats per token (mean size for a single token)",
         "",
     ),
 }
 
 
 def of_probe(models: Sequence[Measurement], probe: str) -> Table:
-    """A line a model that has the probe, a column an x other than 0; nothing stands past a table."""
+    """A line per model that has the probe, a column an x other than 0; nothing stands past a table."""
     x, cell, title, note = PROBES[probe]
     of_model = {model.label: model.probes[probe] for model in models if probe in model.probes}
     xs, notes, lines = sorted({row[x] for rows in of_model.values() for row in rows} - {0}), {note: None}, []

@@ -29,7 +29,7 @@ class GPTConfig:
     window (the scheme, a token itself and the window - 1 before it) or nope (no positions, all earlier tokens).
     query_scale: None; log, queries grow with the logarithm of their position past train_length (Llama 4, 2025);
     log_nope, in nope layers only, as there; ssmax, queries grow with the logarithm of the number of tokens seen, times
-    a learned factor a head (Nakanishi 2025). sinks: a learned logit a head in the softmax's denominator (gpt-oss).
+    a learned factor per head (Nakanishi 2025). sinks: a learned logit per head in the softmax's denominator (gpt-oss).
     """
 
     vocab_size: int

@@ -294,7 +294,7 @@ class GPT(nn.Module):
         return groups
 
     def flops_per_token(self, length: int) -> int:
-        """Floating-point operations a token of a forward pass over `length` tokens; a training step does thrice that.
+        """Floating-point operations per token of a forward pass over `length` tokens; a training step does thrice that.
 
         Matrix products only, a multiply-add as two, masked keys included (Chowdhery et al. 2022, appendix B).
         """

@@ -85,7 +85,7 @@ NOPE = PositionScheme(None)  # what layers without positions use, whatever the m
 
 
 class LearnedPositions(PositionScheme):
-    """One learned vector a position, added to the token rows (Radford et al. 2019). The table ends at train_length."""
+    """A learned vector per position, added to the token rows (Radford et al. 2019). The table ends at train_length."""
 
     def __init__(self, config):
         super().__init__(config)
@@ -159,7 +159,7 @@ class RotaryPositions(PositionScheme):
 
 
 class ALiBi(PositionScheme):
-    """Attention with linear biases: -slope · distance, a slope a head (Press et al. 2021, section 3). No weights."""
+    """Attention with linear biases: -slope · distance, a slope per head (Press et al. 2021, section 3). No weights."""
 
     def __init__(self, config):
         super().__init__(config)
@@ -177,7 +177,7 @@ class ALiBi(PositionScheme):
 
 
 class T5Bias(PositionScheme):
-    """A learned bias a head and bucket of distances, one table for all layers (Raffel et al. 2019, section 2.1).
+    """A learned bias per head and bucket of distances, one table for all layers (Raffel et al. 2019, section 2.1).
 
     Half of the buckets hold one distance each, the others widen logarithmically up to max_distance, and the last one
     holds all beyond: T5's causal (decoder) buckets. Unlike in T5 the scores keep their 1/√head_dim.
@@ -204,7 +204,7 @@ class T5Bias(PositionScheme):
 
 
 class Kerple(PositionScheme):
-    """-r1 · log(1 + r2 · distance), two learned positive numbers a head (Chi et al. 2022, the logarithmic variant)."""
+    """-r1 · log(1 + r2 · distance), two learned positive numbers per head (Chi et al. 2022, logarithmic variant)."""
 
     def __init__(self, config):
         super().__init__(config)

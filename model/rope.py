@@ -12,7 +12,7 @@ LAYOUTS = ("half", "interleaved")  # which dimensions form a plane: (i, i + plan
 
 
 def plain_frequencies(rotary_width: int, base: float, device: torch.device | str = "cpu") -> Tensor:
-    """RoPE's base^(-2i / rotary_width), float64 (rotary_width / 2,) in radians a position (float32 on Apple's GPU)."""
+    """RoPE's base^(-2i / rotary_width), float64 (rotary_width / 2,) radians per position (float32 on Apple's GPU)."""
     dtype = torch.float32 if torch.device(device).type == "mps" else torch.float64
     return base ** -(torch.arange(0, rotary_width, 2, dtype=dtype, device=device) / rotary_width)
 
@@ -67,7 +67,7 @@ def build_rotation(cos: Tensor, sin: Tensor, layout: str) -> Callable[[Tensor], 
     width, interleaved = 2 * cos.shape[-1], layout == "interleaved"
     if not interleaved:
         cos, sin = torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
-    tables: dict[torch.dtype, tuple[Tensor, Tensor]] = {}  # one conversion a pass, not one a layer
+    tables: dict[torch.dtype, tuple[Tensor, Tensor]] = {}  # one conversion per pass, not one per layer
 
     def rotate(x: Tensor) -> Tensor:
         if x.shape[-1] > width:

@@ -21,8 +21,8 @@ from model.rope import rope_frequencies, rotate
 def planes(trained: Tensor, used: Tensor, train_length: int, length: int) -> list[tuple]:
     """For each plane: θ, period, turns, θ / θ used, and the first position at an angle not seen in training, or None.
 
-    trained, used: θ in training and at length, float64 (planes,), radians a token. A plane that turns at least once in
-    train_length tokens has seen every angle, any other those below train_length · θ. Turns: Peng et al. 2023, 3.2.
+    trained, used: θ in training and at length, float64 (planes,), radians per token. A plane that turns at least once
+    in train_length tokens has seen every angle, any other those below train_length · θ. Turns: Peng et al. 2023, 3.2.
     """
     rows = []
     for theta, new_theta in zip(trained.tolist(), used.tolist(), strict=True):

@@ -37,7 +37,7 @@ def sample(
     top_p: float | None = None,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """One id a row: logits (B, V) -> int64 (B, 1). Ties are cut by id order, so top_k keeps exactly k ids.
+    """One id per row: logits (B, V) -> int64 (B, 1). Ties are cut by id order, so top_k keeps exactly k ids.
 
     Raises ValueError, on the CPU only, for a row whose largest logit is not finite. Elsewhere looking would stall.
     """

@@ -10,7 +10,7 @@ train_length, longrope's with divisors of 1).
 
 A new scaling is one function, its name in SCALINGS, one file in configs/scaling/, and a line in `regime` if it looks at
 length for more than an open factor. Its keyword-only arguments are its configuration keys: a default of None may stay
-open, a number may not, and a key without a default holds one number a plane.
+open, a number may not, and a key without a default holds one number per plane.
 """
 
 import inspect
@@ -29,7 +29,7 @@ Scaled = tuple[Tensor, float]
 class Plain(NamedTuple):
     """Plain RoPE, and where it is to be used."""
 
-    inv_freq: Tensor  # float64 (planes,), base^(-2i/d) radians a position; d = 2 · planes, the rotary width of the head
+    inv_freq: Tensor  # float64 (planes,), base^(-2i/d) radians per position; d = 2 · planes, the head's rotary width
     base: float
     train_length: int  # tokens of the longest window seen in training
     length: int  # tokens of the sequence so far, or of the one to come
@@ -97,7 +97,7 @@ def yarn(
 
 
 def longrope(plain: Plain, *, factor: float | None = None, short: list[float], long: list[float]) -> Scaled:
-    """LongRoPE (Ding et al. 2024) as Phi-3 has it: a searched divisor for each plane, one set a side of train_length.
+    """LongRoPE (Ding et al. 2024) as Phi-3 has it: a searched divisor for each plane, one set per side of train_length.
 
     short divides up to train_length, long past it. attention_scale is sqrt(1 + ln(s) / ln(train_length)) on both sides
     (with an open factor, s is 1 up to train_length). Raises ValueError for a train_length of 1, whose logarithm is 0.
@@ -151,7 +151,7 @@ def complete_scaling(scaling: dict, planes: int) -> dict:
         fits = fits and all(type(number) in (int, float) and least <= number <= MOST for number in numbers)
         if not fits and not (value is None and default is None):
             found = f"={value!r}" if key in scaling else " is missing"
-            need = f"a list of {planes} finite numbers, one a plane," if listed else "a finite number"
+            need = f"a list of {planes} finite numbers, one per plane," if listed else "a finite number"
             way_out = "" if listed else f"; or use the default, {'null' if default is None else default}"
             raise ValueError(f"scaling.{key}{found}: must be {need} of at least {least:g}, at most {MOST:g}{way_out}")
         done[key] = [*map(float, value)] if listed else value and float(value)

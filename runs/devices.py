@@ -19,7 +19,7 @@ log = logging.getLogger("ropewalk")
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 COMPILED = ("cuda",)  # devices on which train.compile=auto compiles
 
-# Dense bfloat16 operations a second, by the vendors' data sheets; the first of these words in the device's name counts.
+# Dense bfloat16 operations per second, by the vendors' data sheets; the first of these words in a device's name counts.
 PEAK_FLOPS = {
     "B200": 2.25e15, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "H200": 989e12, "GH200": 989e12,
     "A100": 312e12, "L40S": 362e12, "L4": 121e12, "A10": 125e12, "RTX 4090": 165e12, "RTX 3090": 71e12,

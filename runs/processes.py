@@ -103,7 +103,7 @@ def whole(value: Any) -> Any:
     if not hasattr(value, "full_tensor"):
         return value
     gathered = value.full_tensor()
-    return gathered.cpu() if dist.get_rank() == 0 else None  # one whole copy on a machine, not one a process
+    return gathered.cpu() if dist.get_rank() == 0 else None  # one whole copy on a machine, not one per process
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: dict, sharded: bool) -> None:

@@ -3,9 +3,9 @@
     python tests/benchmark.py [device=cpu] [rounds=7] [peer=<a checkout of nanoGPT>]
                               [rows=train,decode,sweep,schemes,memory]
 
-Every contender is a process of its own (tests/contenders.py); all of a row do one piece of work a round, in a shuffled
-order, so that a busy machine slows all alike. Shown: medians over the rounds, and the quartiles of the ratios. The
-limits are measured in the same rounds: the rate of square matrix products for training, that of reading memory for
+Every contender is a process of its own (tests/contenders.py); all of a row do one piece of work per round, in a
+shuffled order, so that a busy machine slows all alike. Shown: medians over the rounds, and the quartiles of the ratios.
+The limits are measured in the same rounds: the rate of square matrix products for training, that of reading memory for
 decoding one sequence, which reads every weight once a token.
 """
 

@@ -20,7 +20,7 @@ from model import GPT, GPTConfig
 from model.positions import SCHEMES
 from runs.devices import autocast, pick_device, pick_precision
 
-SHAPES = {  # layers, heads of 64, ids, windows a step, tokens a window
+SHAPES = {  # layers, heads of 64, ids, windows per step, tokens per window
     "small": (4, 4, 257, 16, 256),
     "wide": (4, 12, 50257, 4, 256),
     "gpt2": (12, 12, 50257, 16, 1024),

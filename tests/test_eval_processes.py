@@ -22,4 +22,4 @@ def test_three_processes_measure_as_one(two_runs, tmp_path):
     one, three = (json.loads((tmp_path / name / "extrapolation.json").read_text()) for name in ("one", "three"))
     assert one["results"] == three["results"]
     assert one["groups"] == three["groups"]
-    assert done.stdout.count("tokens scored: perplexity\n") == 2  # a table a protocol, by the first process
+    assert done.stdout.count("tokens scored: perplexity\n") == 2  # a table per protocol, by the first process

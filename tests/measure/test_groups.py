@@ -18,7 +18,7 @@ LEVEL = math.log(1.03)
 
 
 def measurement(run="rope_64_seed0", seed=0, nll=(1.0, 1.0, 1.1, 1.5), noise=0.0, limit=None, **about) -> Measurement:
-    """Made up: `nll` nats a token at each length, and noise that the lengths of a document share."""
+    """Made up: `nll` nats per token at each length, and noise that the lengths of a document share."""
     shared = np.random.default_rng(7).normal(0, 1, 20) + noise * np.random.default_rng(seed).normal(0, 1, 20)
     losses = {n: COUNTS[None] * (mean + shared) for n, mean in zip(LENGTHS, nll, strict=True) if n <= (limit or n)}
     names = {"run": run, "key": run.split("_")[0], "seed": seed, "folder": f"outputs/{run}", "protocol": "sliding"}

@@ -20,7 +20,7 @@ LENGTHS = (256, 512)
 
 
 def measurement(name="rope_seed0", nll=(1.18, 1.87), seed=0, key=None, limit=None, n=20, **change) -> Measurement:
-    """Made up: the losses of each length are nll a token, with noise that both lengths share."""
+    """Made up: the losses of each length are nll per token, with noise that both lengths share."""
     noise, counts = np.random.default_rng(3).normal(0, 0.1, n), np.arange(100.0, 100 + n)
     losses = {x: counts[None] * (mean + noise) for x, mean in zip(LENGTHS, nll, strict=True) if x <= (limit or x)}
     bins = [(2**k - 1, 2 ** (k + 1) - 1, (2 - k / 10 + noise)[None] * counts, counts) for k in range(8 if limit else 9)]

@@ -41,7 +41,7 @@ def check_equal(ours: GPT, theirs) -> None:
 
 
 def scaling_settings(name: str, planes: int, factor: float | None = 4.0) -> dict:
-    """A registered scaling with its defaults, and lists of rising divisors where it wants one number a plane."""
+    """A registered scaling with its defaults, and lists of rising divisors where it wants one number per plane."""
     lists, parameters = {}, inspect.signature(SCALINGS[name]).parameters.values()
     for number, p in enumerate(p for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty):
         lists[p.name] = [1.0 + number * plane / 2 for plane in range(planes)]

@@ -24,7 +24,7 @@ def keys_of(name):
 
 
 def required(name, planes, step=0.25):
-    """Numbers for the keys that hold one a plane, none below 1 and none the same for two keys (step 0: all ones)."""
+    """Numbers for the keys that hold one per plane, none below 1 and none the same for two keys (step 0: all ones)."""
     keys = [key for key, default in keys_of(name).items() if default is inspect.Parameter.empty]
     return {key: [1 + step * n * (i + 1) for i in range(planes)] for n, key in enumerate(keys, 1)}
 
