@@ -196,6 +196,7 @@ class Trainer:
         norm = clip_grad_norm_(self.model.parameters(), t.grad_clip)
         self.pending.append((self.step, loss, norm.full_tensor() if self.sharded else norm))
         self.scaler.step(self.optimizer)
+        self.model.pos.constrain()
         self.scaler.update()
         self.optimizer.zero_grad()
 

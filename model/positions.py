@@ -45,6 +45,9 @@ class PositionScheme(nn.Module):
         for parameter in self.parameters():
             nn.init.normal_(parameter, std=0.02)
 
+    def constrain(self) -> None:
+        """Put the scheme's own parameters back into their range. Called after each step of the optimiser."""
+
     def embed(self, rows: Tensor, positions: Tensor) -> Tensor:
         return rows
 
@@ -206,6 +209,8 @@ class T5Bias(PositionScheme):
 class Kerple(PositionScheme):
     """-r1 · log(1 + r2 · distance), two learned positive numbers per head (Chi et al. 2022, logarithmic variant)."""
 
+    least = 1e-2
+
     def __init__(self, config):
         super().__init__(config)
         self.strength, self.rate = (nn.Parameter(torch.empty(config.n_head)) for _ in range(2))  # r1, r2
@@ -214,10 +219,13 @@ class Kerple(PositionScheme):
         nn.init.uniform_(self.strength, 0, 2)
         nn.init.uniform_(self.rate, 0, 1)
 
+    @torch.no_grad()
+    def constrain(self) -> None:
+        for value in (self.strength, self.rate):
+            value.clamp_(min=self.least)
+
     def by_distance(self, distances: Tensor) -> Tensor:
-        # At least 0.01. The gradient passes all the same, so that a number below can grow again (a clamp's would be 0).
-        strength, rate = (x + (x.clamp(min=1e-2) - x).detach() for x in (self.strength.float(), self.rate.float()))
-        strength, rate = strength[:, None], rate[:, None]
+        strength, rate = (value.float().clamp(min=self.least)[:, None] for value in (self.strength, self.rate))
         return -strength * (rate * distances).log1p()
 
 

@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from data import draw_batch
 from model import GPT, GPTConfig
 from model.checkpoint import checkpoints, latest_checkpoint, load_state
-from model.positions import SCHEMES
+from model.positions import SCHEMES, Kerple
 from runs import devices
 from runs.devices import PEAK_FLOPS, compare_compiled, peak_flops
 from runs.folder import MetricsFile, read_run
@@ -52,6 +52,12 @@ def test_a_step_is_adamw_on_the_mean_loss_of_the_batch(pos, pos_lr_ratio, corpus
         assert metrics(tmp_path)[step]["train/grad_norm"] == pytest.approx(norm, rel=1e-4)
     for name, tensor in weights(tmp_path).items():
         torch.testing.assert_close(tensor, model.state_dict()[name], rtol=0, atol=2e-5, msg=name)
+
+
+def test_schemes_are_constrained_after_each_step(corpus, tmp_path, monkeypatch):
+    monkeypatch.setattr(Kerple, "reset_parameters", lambda pos: [torch.nn.init.zeros_(own) for own in pos.parameters()])
+    pos = run(tmp_path, *TINY, *corpus, "pos=kerple", "train.max_steps=1").model.pos
+    assert torch.cat([pos.strength, pos.rate]).tolist() == pytest.approx([0.01] * 4)
 
 
 def test_accumulation_equals_one_big_batch(corpus, tmp_path):
