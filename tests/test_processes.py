@@ -12,6 +12,7 @@ from model.positions import SCHEMES
 from runs.processes import Ranks
 from tests.processes import end, start
 from tests.test_resume import assert_equal, finish
+from tests.test_tasks import SMALL
 from tests.trained import TINY, assert_near, command, metrics, run, same, weights
 
 SETTINGS = [
@@ -65,6 +66,13 @@ def test_two_and_three_processes_train_what_one_trains(pos, corpus, tmp_path):
         assert_close(tmp_path / name, tmp_path / "one")
         files = {path.name for path in (tmp_path / name).rglob("*")}
         assert files == {path.name for path in (tmp_path / "one").rglob("*")}
+
+
+@pytest.mark.slow
+def test_a_sharded_run_of_a_task_measures_first_and_goes_on(tmp_path):
+    for steps in (3, 6):
+        settings = [*SMALL, FSDP, "train.checkpoint_every=3", f"train.max_steps={steps}"]
+        assert end(start(tmp_path / "run", *settings, ranks=2, resume=steps > 3)) == [0, 0]
 
 
 @pytest.mark.slow
