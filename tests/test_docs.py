@@ -162,7 +162,7 @@ def usable_cell(found: dict) -> str:
     return value if value == low == high else f"{value} [{low}, {high}]"
 
 
-@pytest.mark.parametrize(("page", "path", "protocol", "kind", "table"), TABLES, ids=str)
+@pytest.mark.parametrize(("page", "path", "protocol", "kind", "table"), [t for t in TABLES if t[3] != "match"], ids=str)
 def test_tables_are_those_of_the_measurements_in_docs(page, path, protocol, kind, table):
     found = json.loads((ROOT / "docs" / path).read_text(encoding="utf-8"))
     groups = {
@@ -176,6 +176,26 @@ def test_tables_are_those_of_the_measurements_in_docs(page, path, protocol, kind
         group = groups[line[0].strip("`")]
         assert [line[at] for at in lengths] == [cell_of(group, n, kind, found["paired"]) for n in lengths.values()]
         assert head[-1] != "usable" or line[-1] == usable_cell(group["usable_length"])
+
+
+@pytest.mark.parametrize(("page", "path", "protocol", "kind", "table"), [t for t in TABLES if t[3] == "match"], ids=str)
+def test_tables_of_tasks_are_those_of_the_measurements_in_docs(page, path, protocol, kind, table):
+    """A line per scheme, and one of its seeds that are right in the first range: mean [lowest, highest seed]; of one
+    seed its own interval."""
+    results = json.loads((ROOT / "docs" / path).read_text(encoding="utf-8"))["results"]
+    head, _, *lines = ([cell.strip() for cell in line.strip("|\n").split("|")] for line in table.splitlines())
+    for line in lines:
+        found = [one for one in results if f"`{one['pos']['name']}`" in line[0]]
+        if "right" in line[0]:
+            found = [one for one in found if one["rows"][0]["exact_match"] == 1]
+        assert found
+        assert line[1] == str(len(found))
+        for at, span in list(enumerate(head))[2:]:
+            rows = [row for one in found for row in one["rows"] if row["range"] == span]
+            values = [row["exact_match"] for row in rows]
+            ends = (min(values), max(values)) if len(values) > 1 else (rows[0]["low"], rows[0]["high"])
+            value, low, high = (f"{x:.4f}".rstrip("0").rstrip(".") for x in (sum(values) / len(values), *ends))
+            assert line[at] == f"{value} [{low}, {high}]"
 
 
 def test_the_learning_rates_are_those_measured():
