@@ -90,8 +90,7 @@ def open_run(folder: Path, step: int | None) -> Run:
     for key, value in asdict(config).items():
         if value != expected[key]:
             raise ValueError(f"{folder}: config.yaml says {key}={expected[key]}, its checkpoint {value}")
-    ends_early = settings.task is not None and settings.task.stop_at is not None
-    if step is None and 0 < step_of(path) < settings.train.max_steps and not ends_early:  # 0: from elsewhere
+    if step is None and 0 < step_of(path) < settings.train.max_steps and not settings.task:  # 0: from elsewhere
         log.warning("%s: step %d of %d, not trained to its end", folder, step_of(path), settings.train.max_steps)
     return Run(folder, settings, origin, path, config)
 
@@ -248,6 +247,9 @@ def evaluate_tasks(
         model, task = load_weights(run.checkpoint, device, run.scaling), task_of(run.settings)
         with autocast(device, precision):
             answers.append(measure_task(model, task, run.about | {"precision": precision}))
+        step, right = step_of(run.checkpoint), answers[-1]["rows"][0]["exact_match"] or 0.0
+        if config.checkpoint is None and step < run.settings.train.max_steps and right < (task.stop_at or 1):
+            log.warning("%s: step %d of %d, not trained to its end", run.folder, step, run.settings.train.max_steps)
     report = AnswerReport(answers, [*commands, *(f"left out {reason}" for reason in skipped)])
     report.write(out, html=True)
     print(report.text())

@@ -49,7 +49,7 @@ class Trainer:
         devices.set_numerics(t.tf32 and self.device.type == "cuda", config.deterministic)
         log.info(f"device   {self.device}, {self.precision}, {ranks.world_size} process(es), preset={config.preset}")
         self.task, self.solved = task_of(config), False
-        self.step_tokens = t.batch_size * (self.task.width if self.task else config.model.train_length)  # with padding
+        self.step_tokens = t.batch_size * (self.task.width if self.task else config.model.train_length)  # or padding
         self.source = self.task or self._open_text()
         log.info("data     %s", self.source.summary)
 
@@ -178,14 +178,14 @@ class Trainer:
         scored, loss = self.step_tokens, torch.zeros((), device=self.device)
         if self.task:
             scored = self.ranks.add_up((targets != -100).sum())
-        if self.task and self.device.type == "cpu":  # the padding of short strings need not be computed
-            ends = [int((y != -100).any(dim=0).nonzero().max()) + 1 for _, y in parts]
-            parts = [(x[:, :end], y[:, :end]) for (x, y), end in zip(parts, ends, strict=True)]
+            if self.device.type == "cpu":  # the padding of short strings need not be computed
+                ends = [int((y != -100).nonzero()[:, 1].max()) + 1 for _, y in parts]
+                parts = [(x[:, :end], y[:, :end]) for (x, y), end in zip(parts, ends, strict=True)]
         for i, (x, y) in enumerate(parts):
             at = None if positions is None else torch.from_numpy(positions[: x.shape[1]])
             with processes.averaging(self.forward, last=i == len(parts) - 1):
                 with self.autocast:
-                    nll = self.forward(x, targets=y, positions=at)  # (micro, T)
+                    nll = self.forward(x, targets=y, positions=at, scaling_length=inputs.shape[1])  # (micro, T)
                 # A part's share of the mean over the global batch: the parts add up to one big batch, whatever their
                 # number. The factor undoes the mean over processes.
                 part = nll.sum() / scored

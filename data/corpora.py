@@ -52,7 +52,7 @@ class DataConfig:
         if self.path and not KINDS[self.kind]:
             raise ValueError(f"data.path={self.path}: data={self.name} reads no path; for your own text use data=files")
         if self.val_split and self.kind != "hub":
-            raise ValueError(f"data.val_split={self.val_split}: data={self.name} has no splits; use data.val_fraction")
+            raise ValueError(f"data.val_split={self.val_split}: only data=hub has splits to choose from")
         if not 0 < self.val_fraction < 1:
             raise ValueError(f"data.val_fraction={self.val_fraction}: must be above 0 and below 1")
         check_whole("data.max_documents", self.max_documents, optional=True)

@@ -77,10 +77,10 @@ def group_duplicates(path: Path, sizes: Sequence[int]) -> np.ndarray:
 
     for document, blocks in read_documents(path, sizes):
         places = np.unique(np.concatenate([pieces.find(block) for block in blocks]))
-        # The first owners of each piece: times[i] places from places[i] on, in one array.
+        # The first owners of each piece: owned[i] places from places[i] on, in one array.
         ends = np.searchsorted(pieces.hashes, pieces.hashes[places], side="right")
-        times = np.minimum(ends - places, OWNERS)
-        every = np.repeat(places - np.cumsum(times) + times, times) + np.arange(times.sum())
+        owned = np.minimum(ends - places, OWNERS)
+        every = np.repeat(places - np.cumsum(owned) + owned, owned) + np.arange(owned.sum())
         others, times = np.unique(owners[every], return_counts=True)
         for other in others[2 * times > counts[others]].tolist():
             group[root(other)] = root(document)

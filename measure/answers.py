@@ -99,10 +99,8 @@ class AnswerReport(Pages):
             first = seeds[0]["rows"][0]["range"]
             lines += [(label, seeds), (f"{label}, seeds right in {first}", right)] if len(seeds) > 1 else []
         lines += [(one["run"] if len(seeds) > 1 else label, [one]) for label, seeds in self.models for one in seeds]
-        rows = []
-        for name, of in lines:
-            if of:
-                rows.append([name, str(len(of)), *(match_with_interval(over_seeds(of, span)) for span in self.spans)])
+        cells = [[match_with_interval(over_seeds(of, span)) for span in self.spans] for _, of in lines]
+        rows = [[name, str(len(of)), *line] for (name, of), line in zip(lines, cells, strict=True) if of]
         note = "[ ]: Wilson's 95 % interval over test strings; of several seeds, lowest and highest seed"
         return [Table("exact match by length", ["model", "seeds", *self.spans], rows, note)]
 

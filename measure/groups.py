@@ -83,6 +83,6 @@ def seedless(settings: dict) -> str:
     # Each seed may start from its own: their folders differ in the seed, and in the time before their names.
     kept["init_from"] = re.sub(rf"{SEED}|\d{{4}}-\d\d-\d\d_\d\d-\d\d-\d\d_", "", str(settings.get("init_from")))
     kept["data"] = {key: value for key, value in settings["data"].items() if key != "cache"}
-    said_only = ("eval_every", "checkpoint_every", "log_every", "keep")
+    said_only = ("eval_every", "checkpoint_every", "log_every", "keep", "micro_batch_size")
     kept["train"] = {key: value for key, value in settings["train"].items() if key not in said_only}
     return json.dumps(kept, sort_keys=True, default=str)

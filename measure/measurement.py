@@ -77,7 +77,7 @@ class Scoring:
         return np.array([[0, n_tokens]]), f"across the borders of {total} documents"
 
     def windows(self, text: Text, scheme: PositionScheme) -> dict[str, list[Windows]]:
-        """Those of each protocol, a Windows a length, and by_position, a Windows a bin; split at documents' borders."""
+        """Of each protocol, a Windows per length, and by_position, a Windows per bin; split at documents' borders."""
         pieces, _ = self.pieces(text)
         fitting, longest = [n for n in self.lengths if n <= (scheme.max_length or n)], max(self.lengths)
         parts = {
@@ -144,8 +144,8 @@ class Measurement:
         return {**about, "rows": self.rows, "usable_length": self.usable_length(), **self.probes, **by_position}
 
     def against(self, other: "Measurement", length: int, other_length: int | None = None) -> dict | None:
-        """Nats a token above the other's: difference, error, low, high, documents; seeds, in words. Of equal seeds the
-        difference is taken seed by seed. None where either was not measured, or not on the same tokens."""
+        """Nats per token above the other's: difference, error, low, high, documents; seeds, in words. Of equal seeds
+        the difference is taken seed by seed. None where either was not measured, or not on the same tokens."""
         a, b = self.losses.get(length), other.losses.get(other_length or length)
         same_text = all(self.about[key] == other.about[key] for key in ("fingerprint", "tokenizer", "protocol"))
         if a is None or b is None or not same_text or not np.array_equal(self.counts, other.counts):

@@ -36,7 +36,7 @@ class Pages:
             for ending in (".png",) if body is None else (".png", ".svg"):
                 plot.save(folder / f"{stem}{ending}")
         if body is not None:
-            for stem in PLOTS - made.keys():  # of an earlier measurement
+            for stem in PLOTS - made.keys() if (folder / "report.html").exists() else ():  # of an earlier measurement
                 for ending in (".png", ".svg"):
                     (folder / f"{stem}{ending}").unlink(missing_ok=True)
             write_text(folder / "tables.md", "\n".join(table.markdown() for table in (*self.tables, *self.probed)))

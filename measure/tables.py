@@ -114,7 +114,7 @@ def sentence(model: Measurement) -> str:
         return f"{model.label}: its training length, {base}, is not measured"
     shown = f"the end of its table, {found['value']:.0f}" if "note" in found else usable(found)
     times = found["value"] / base
-    times = f"{times:{'.2g' if times < 100 else '.0f'}} × the training length"
+    times = f"{times:{'.2g' if times < 99.5 else '.0f'}} × the training length"
     words = f"{model.label}: within {WITHIN} up to {re.sub('^≥', 'at least', shown)} tokens ({times})"
     past = [length for length in model.lengths if length > base and length in model.losses]
     at = next((length for length in past if length >= 2 * base), max(past, default=base))

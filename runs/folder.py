@@ -99,7 +99,7 @@ def start_from(model: GPT, source: Path) -> None:
     """Give a model another run's weights. ValueError where they would mean something else, even if their shapes fit."""
     start = load_run(source)
     theirs, ours = asdict(start.config), asdict(model.config)
-    free = {"original_length", "scaling", "dropout"}
+    free = {"original_length", "scaling", "dropout", "base"}
     # A table has a row for each position of the training length; the two others count in training lengths.
     if ours["pos"]["name"] not in ("learned", "fire") and ours["query_scale"] not in ("log", "log_nope"):
         free.add("train_length")
@@ -108,7 +108,7 @@ def start_from(model: GPT, source: Path) -> None:
     for config in (theirs, ours):
         config["base"] = config["pos"].pop("base", None)
     differing = {key: f"{key}={theirs[key]} there, {ours[key]} here" for key in ours if ours[key] != theirs[key]}
-    if fixed := [words for key, words in differing.items() if key not in (*free, "base")]:
+    if fixed := [words for key, words in differing.items() if key not in free]:
         raise ValueError(f"init_from={source}: its weights are those of another model: {', '.join(fixed)}")
     model.load_state_dict(start.state_dict())
     log.info("weights  from %s", "; ".join([str(source), *differing.values()]))

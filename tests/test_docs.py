@@ -17,6 +17,7 @@ from hydra.core.override_parser.types import Override
 
 import eval  # noqa: F401 (this and the next register the schemas that the configuration files name)
 import train  # noqa: F401
+from measure.tables import usable
 
 ROOT = Path(__file__).parents[1]
 PAGES = {str(path.relative_to(ROOT)): path for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
@@ -155,13 +156,6 @@ def cell_of(group: dict, length: int, kind: str, paired: list[dict]) -> str:
     return in_brackets(next((p for p in paired if tuple(p[key] for key in names) == wanted), None), float, "+")
 
 
-def usable_cell(found: dict) -> str:
-    if "note" in found:
-        return f"{found['value']:.0f} (table)"
-    value, low, high = ("≥ " * (key in found["open"]) + f"{found[key]:.0f}" for key in ("value", "low", "high"))
-    return value if value == low == high else f"{value} [{low}, {high}]"
-
-
 @pytest.mark.parametrize(("page", "path", "protocol", "kind", "table"), [t for t in TABLES if t[3] != "match"], ids=str)
 def test_tables_are_those_of_the_measurements_in_docs(page, path, protocol, kind, table):
     found = json.loads((ROOT / "docs" / path).read_text(encoding="utf-8"))
@@ -175,7 +169,7 @@ def test_tables_are_those_of_the_measurements_in_docs(page, path, protocol, kind
     for line in lines:
         group = groups[line[0].strip("`")]
         assert [line[at] for at in lengths] == [cell_of(group, n, kind, found["paired"]) for n in lengths.values()]
-        assert head[-1] != "usable" or line[-1] == usable_cell(group["usable_length"])
+        assert head[-1] != "usable" or line[-1] == usable(group["usable_length"])
 
 
 @pytest.mark.parametrize(("page", "path", "protocol", "kind", "table"), [t for t in TABLES if t[3] == "match"], ids=str)

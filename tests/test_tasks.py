@@ -53,11 +53,19 @@ def test_a_step_is_the_mean_loss_of_the_answers(tmp_path):
     assert metrics(tmp_path)[0]["train/loss"] == pytest.approx(loss.item(), abs=1e-5)
 
 
-def test_micro_batches_are_the_same_batch(tmp_path):
+def test_micro_batches_are_the_same_batch(tmp_path, monkeypatch):
+    forward, widths = GPT.forward, set()
+
+    def noted(model, tokens, **how):
+        widths.update({tokens.shape[1]} if model.training else ())
+        return forward(model, tokens, **how)
+
+    monkeypatch.setattr(GPT, "forward", noted)
     for micro in (2, 8):  # parts of similar lengths leave out their padding
         run(tmp_path / str(micro), *SMALL, "task.random_offset=true", f"train.micro_batch_size={micro}")
     first, second = ([r["train/loss"] for r in metrics(tmp_path / m) if "train/loss" in r] for m in "28")
     assert first == pytest.approx(second, rel=1e-4)
+    assert len(widths) > 4
 
 
 def test_an_interrupted_run_goes_on_bit_for_bit(tmp_path, monkeypatch):
@@ -81,7 +89,7 @@ def test_an_interrupted_run_goes_on_bit_for_bit(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_two_processes_train_what_one_trains(tmp_path):
-    """Answers of the two halves of a batch differ in length: the mean is over all of them."""
+    """Answers of the two shares of a batch differ in length: the mean is over all of them."""
     settings = [*SMALL, "task=addition", "task.train_max=9", "pos=learned", "task.random_offset=true"]
     run(tmp_path / "one", *settings)
     launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
@@ -176,9 +184,8 @@ def test_evaluation_puts_seeds_together(tmp_path, capsys, monkeypatch):
         return found
 
     for pos, seed in (("none", 0), ("none", 1), ("rope", 0)):
-        monkeypatch.setattr(
-            train, "measure_task", solved if seed else measure_task
-        )  # that seed ends at half of the steps
+        # So that seed ends at half of the steps.
+        monkeypatch.setattr(train, "measure_task", solved if seed else measure_task)
         run(tmp_path / f"{pos}{seed}", *SMALL, f"pos={pos}", f"seed={seed}", "task.stop_at=1.0")
     results = measure(f"runs={tmp_path}/*", f"out={tmp_path / 'out'}")
     assert [one["checkpoint"] for one in results] == ["step_000006", "step_000003", "step_000006"]

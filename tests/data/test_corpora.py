@@ -141,7 +141,7 @@ def test_files_end_after_so_many_documents(tmp_path, most):
         ({"kind": "hub", "path": ""}, r"data\.path is missing.*owner/name"),
         ({"kind": "bin", "path": []}, r"data\.path is missing"),
         ({"kind": "stdlib", "path": "book.txt"}, r"data\.path=book\.txt: data=mine reads no path; .* data=files"),
-        ({"kind": "files", "path": "a.txt", "val_split": "test"}, r"data\.val_split=test: data=mine has no splits"),
+        ({"kind": "files", "path": "a.txt", "val_split": "test"}, r"data\.val_split=test: only data=hub has splits"),
         ({"kind": "stdlib", "val_fraction": 0}, r"data\.val_fraction=0: .*above 0 and below 1"),
         ({"kind": "stdlib", "val_fraction": 1.0}, r"data\.val_fraction=1\.0"),
         ({"kind": "stdlib", "val_fraction": float("nan")}, r"data\.val_fraction=nan"),

@@ -159,6 +159,8 @@ def test_the_normaliser_never_rounds_to_zero():
 
 
 def test_a_running_state_does_not_grow():
+    net = small_model({"name": "rope"}, attention="linear", scaling={"name": "yarn", "factor": 4.0})
+    assert net.pos.frequencies(8)[1] == 1.0  # a softmax's temperature would only scale outputs
     net = small_model({"name": "rope"}, attention="linear")
     sizes = set()
     cache = net.new_cache(1, 60)
