@@ -120,7 +120,7 @@ def plan_runs(config: DictConfig, opened: list[Run]) -> tuple[list[Run], list[st
             continue
         gpt_config = run.config if scaling is None else replace(run.config, scaling=scaling)
         # Seeds of one task end where they answer all of it, each at a step of its own.
-        solved = config.checkpoint is None and run.settings.task is not None and run.settings.task.stop_at is not None
+        solved = config.checkpoint is None and run.settings.task and run.settings.task.stop_at is not None
         same = (None if solved else run.checkpoint.stem, run.text and run.text.about, gpt_config.scaling)
         key = f"{same} {seedless(OmegaConf.to_container(run.settings))}"
         about = {"run": label, "folder": str(run.folder), "checkpoint": run.checkpoint.stem, "seed": run.settings.seed}
@@ -248,7 +248,8 @@ def evaluate_tasks(
         with autocast(device, precision):
             answers.append(measure_task(model, task, run.about | {"precision": precision}))
         step, right = step_of(run.checkpoint), answers[-1]["rows"][0]["exact_match"] or 0.0
-        if config.checkpoint is None and step < run.settings.train.max_steps and right < (task.stop_at or 1):
+        unsolved = task.stop_at is None or right < task.stop_at
+        if config.checkpoint is None and step < run.settings.train.max_steps and unsolved:
             log.warning("%s: step %d of %d, not trained to its end", run.folder, step, run.settings.train.max_steps)
     report = AnswerReport(answers, [*commands, *(f"left out {reason}" for reason in skipped)])
     report.write(out, html=True)

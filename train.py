@@ -49,7 +49,7 @@ class Trainer:
         devices.set_numerics(t.tf32 and self.device.type == "cuda", config.deterministic)
         log.info(f"device   {self.device}, {self.precision}, {ranks.world_size} process(es), preset={config.preset}")
         self.task, self.solved = task_of(config), False
-        self.step_tokens = t.batch_size * (self.task.width if self.task else config.model.train_length)  # or padding
+        self.step_tokens = t.batch_size * (self.task.width if self.task else config.model.train_length)  # with padding
         self.source = self.task or self._open_text()
         log.info("data     %s", self.source.summary)
 

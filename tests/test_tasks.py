@@ -177,7 +177,7 @@ def test_wilson_has_the_known_values():
     assert wilson(29, 29) == pytest.approx((0.8830, 1), abs=1e-4)
 
 
-def test_evaluation_puts_seeds_together(tmp_path, capsys, monkeypatch):
+def test_evaluation_puts_seeds_together(tmp_path, capsys, caplog, monkeypatch):
     def solved(*given):
         found = measure_task(*given)
         found["rows"][0]["exact_match"] = 1.0
@@ -189,6 +189,7 @@ def test_evaluation_puts_seeds_together(tmp_path, capsys, monkeypatch):
         run(tmp_path / f"{pos}{seed}", *SMALL, f"pos={pos}", f"seed={seed}", "task.stop_at=1.0")
     results = measure(f"runs={tmp_path}/*", f"out={tmp_path / 'out'}")
     assert [one["checkpoint"] for one in results] == ["step_000006", "step_000003", "step_000006"]
+    assert f"{tmp_path / 'none1'}: step 3 of 6, not trained to its end" in caplog.text  # measured, it is not right
     rows = json.loads((tmp_path / "none0" / "extrapolation.json").read_text())["rows"]
     assert results[0]["rows"] == rows  # as in training
     shown = capsys.readouterr().out.splitlines()
