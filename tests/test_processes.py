@@ -13,7 +13,7 @@ from runs.processes import Ranks
 from tests.processes import end, start
 from tests.test_resume import assert_equal, finish
 from tests.test_tasks import SMALL
-from tests.trained import TINY, assert_near, command, metrics, run, same, weights
+from tests.trained import REPOSITORY, TINY, assert_near, command, metrics, run, same, weights
 
 SETTINGS = [
     *TINY, "model.n_layer=2", "train.batch_size=12", "train.micro_batch_size=2", "train.lr=1e-2", "train.keep=9",
@@ -45,6 +45,28 @@ def test_a_process_alone_needs_no_other():
     assert ranks.share("x") == "x"
     assert ranks.add_up(torch.tensor([1.0, 2.0])).tolist() == [1.0, 2.0]
     assert ranks.in_turn(lambda: 3) == 3
+
+
+@pytest.mark.slow
+def test_a_process_group_ends_with_all_its_threads(tmp_path):
+    """A thread that outlives its group may need the interpreter once that is gone: the process then aborts."""
+    (tmp_path / "ends.py").write_text("""
+import atexit
+import pathlib
+
+def threads_left():
+    print([name for at in pathlib.Path("/proc/self/task").glob("*/comm") if "gloo" in (name := at.read_text())])
+
+atexit.register(threads_left)  # the first registered is called last
+import train
+from runs.processes import join_processes
+ranks = join_processes("cpu")
+model = train.nn.parallel.DistributedDataParallel(train.nn.Linear(2, 2))
+model(ranks.add_up(train.torch.ones(1, 2))).sum().backward()
+del model
+""")
+    done = command(tmp_path / "ends.py", cwd=tmp_path, launcher=TORCHRUN, PYTHONPATH=str(REPOSITORY))
+    assert (done.returncode, done.stdout.split()) == (0, ["[]", "[]"]), done.stderr
 
 
 def test_sharding_needs_torchrun(corpus, tmp_path):
