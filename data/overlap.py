@@ -100,12 +100,15 @@ def measure_overlap(path: Path, sizes: Sequence[int], splits: Sequence[str]) -> 
         return islice(found, 0, None, -(-total[split] // most))
 
     val = list(read_split("val", VAL_MOST))
-    pieces = Pieces(np.unique(np.concatenate([hash_pieces(block) for block in val])))
+    pieces = Pieces(np.sort(np.concatenate([hash_pieces(block) for block in val])))
     shared, read, covered = np.zeros(len(pieces.hashes), dtype=bool), 0, 0
     for block in read_split("train", TRAIN_MOST):
         shared[pieces.find(block)] = True
         read += len(block)
     for block in val:
-        begins = shared[np.searchsorted(pieces.hashes, hash_pieces(block))]
+        hashes = hash_pieces(block)
+        order = np.argsort(hashes)
+        begins = np.empty(len(hashes), dtype=bool)
+        begins[order] = shared[np.searchsorted(pieces.hashes, hashes[order])]
         covered += np.count_nonzero(np.convolve(begins, np.ones(PIECE))[: len(block)])
     return {"val_covered": float(covered / sum(map(len, val))), "val_covered_of_train": read / total["train"]}

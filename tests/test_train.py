@@ -4,6 +4,8 @@ import json
 import logging
 import math
 import re
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -17,7 +19,7 @@ from model.positions import SCHEMES, Kerple
 from runs import devices
 from runs.devices import PEAK_FLOPS, compare_compiled, peak_flops
 from runs.folder import MetricsFile, read_run
-from tests.trained import TINY, assert_near, composed, metrics, run, same, weights
+from tests.trained import REPOSITORY, TINY, assert_near, composed, metrics, run, same, weights
 from train import lr_at
 
 
@@ -52,6 +54,25 @@ def test_a_step_is_adamw_on_the_mean_loss_of_the_batch(pos, pos_lr_ratio, corpus
         assert metrics(tmp_path)[step]["train/grad_norm"] == pytest.approx(norm, rel=1e-4)
     for name, tensor in weights(tmp_path).items():
         torch.testing.assert_close(tensor, model.state_dict()[name], rtol=0, atol=2e-5, msg=name)
+
+
+def test_a_step_is_reached_without_torchs_compiler():
+    """Its import takes over a second, which every launch would wait for."""
+    source = """if True:
+        import sys
+        import torch
+        from train import AdamW
+        weight = torch.nn.Parameter(torch.ones(2))
+        optimizer = AdamW([weight], fused=True)
+        (2 * weight).sum().backward()
+        torch.nn.utils.clip_grad_norm_([weight], 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        optimizer.load_state_dict(optimizer.state_dict())
+        assert "torch._dynamo" not in sys.modules
+        assert weight.requires_grad and weight.max() < 1
+    """
+    subprocess.run([sys.executable, "-c", source], check=True, cwd=REPOSITORY)
 
 
 def test_schemes_are_constrained_after_each_step(corpus, tmp_path, monkeypatch):
