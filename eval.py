@@ -32,7 +32,7 @@ from measure.passes import token_bar
 from measure.probes import PROBES
 from measure.report import coverage, log_curve, log_measurements
 from measure.windows import PROTOCOLS, default_lengths, default_stride
-from model import GPT, GPTConfig
+from model import GPTConfig
 from model.checkpoint import checkpoints, latest_checkpoint, load_weights, read_config, step_of
 from model.checks import check_whole
 from model.positions import SCHEMES, build_scheme
@@ -191,7 +191,11 @@ def evaluate_runs(config: DictConfig, ranks: Ranks = Ranks()) -> list[dict]:  # 
             model, about = load_weights(run.checkpoint, device, run.scaling), run.about | {"precision": precision}
             with autocast(device, precision):
                 found = measure(model, run.text, scoring, about, bar.update, ranks)
-                found[0].probes.update(probed(model, run, max(scoring.lengths), probes))
+                for name in probes:
+                    try:
+                        found[0].probes[name] = PROBES[name](model, run.text.tokens, max(scoring.lengths))
+                    except ValueError as error:  # a text or lengths too short for it, or attention without weights
+                        log.warning("note: %s of %s: %s", name, run.about["run"], error)
             everything += found
     if not ranks.first:
         return []
@@ -209,17 +213,6 @@ def evaluate_runs(config: DictConfig, ranks: Ranks = Ranks()) -> list[dict]:  # 
                 log_measurements(list(found), report, wandb_run)
     log.info("wrote    %s", out / "report.html")
     return report.results
-
-
-def probed(model: GPT, run: Run, longest: int, names: list[str]) -> dict:
-    """The results of these probes, by name; a warning for those that cannot be made."""
-    results = {}
-    for name in names:
-        try:
-            results[name] = PROBES[name](model, run.text.tokens, longest)
-        except ValueError as error:  # a text or lengths too short for it, or attention without weights
-            log.warning("note: %s of %s: %s", name, run.about["run"], error)
-    return results
 
 
 def wandb_of(run: Run, config: DictConfig) -> Any:

@@ -7,7 +7,7 @@ import glob
 import os
 import re
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -62,29 +62,21 @@ class DataConfig:
             raise ValueError("data.streaming=true: give data.max_documents, the number of documents to take")
         # Local paths hold in any working directory: a run is read again from elsewhere.
         if self.kind in ("files", "bin"):
-            found = [str(Path(path).absolute()) for path in self.paths]
-            self.path = found[0] if isinstance(self.path, str | os.PathLike) else found
+            several = [self.path] if isinstance(self.path, str | os.PathLike) else self.path
+            found = [str(Path(os.path.expanduser(path)).absolute()) for path in several]
+            self.path = found[0] if several is not self.path else found
         if not self.cache.startswith("~"):
             self.cache = str(Path(self.cache).absolute())
-
-    @property
-    def paths(self) -> list[str]:
-        """`path` as a list, the home directory spelt out."""
-        several = [self.path] if isinstance(self.path, str | os.PathLike) else self.path
-        return [os.path.expanduser(path) for path in several]
 
 
 def documents(config: DataConfig) -> Iterator[tuple[str | None, str]]:
     """All documents in a fixed order, each as a split and a text. ValueError, naming what cannot be read."""
-    if config.kind == "hub":
-        splits = {"train": config.train_split, "val": config.val_split}
-        for label, split in splits.items() if config.val_split else [(None, config.train_split)]:
-            texts = _read_hub(config, split)
-            found = _articles(texts) if config.articles else texts
-            yield from ((label, text) for text in islice(found, config.max_documents))
-    else:
-        found = (text for file in files_of(config) for text in _read_file(file, config.column))
-        yield from ((None, text) for text in islice(found, config.max_documents))
+    splits = {"train": config.train_split, "val": config.val_split} if config.val_split else {None: config.train_split}
+    for label, split in splits.items():
+        sources = [split] if config.kind == "hub" else files_of(config)
+        texts = (text for source in sources for text in _read(config, source))
+        found = _articles(texts) if config.articles else texts
+        yield from ((label, text) for text in islice(found, config.max_documents))
 
 
 def files_of(config: DataConfig) -> list[Path]:
@@ -97,7 +89,7 @@ def files_of(config: DataConfig) -> list[Path]:
             found += [Path(folder, name) for name in names if name.endswith(".py")]
         return sorted(found, key=lambda path: path.relative_to(root).as_posix())
     endings = (".bin",) if config.kind == "bin" else ENDINGS
-    for pattern in config.paths:
+    for pattern in [config.path] if isinstance(config.path, str) else config.path:
         if config.kind == "bin" and os.path.isdir(pattern):
             pattern = f"{glob.escape(pattern)}/*.bin"
         names = [pattern] if os.path.exists(pattern) else sorted(glob.glob(pattern, recursive=True))
@@ -111,39 +103,38 @@ def files_of(config: DataConfig) -> list[Path]:
     return list(dict.fromkeys(found))
 
 
-def _read_file(file: Path, column: str) -> Iterator[str]:
-    def load() -> Iterable[dict]:
-        if file.name.removesuffix(".gz").removesuffix(".zst").endswith(TEXT):
-            with fsspec.filesystem("file").open(file, "rt", encoding="utf-8-sig", compression="infer") as text:
-                return [{column: text.read()}]
-        from datasets import IterableDataset  # here, since it takes seconds and stdlib and text files need none of it
+def _read(config: DataConfig, source: Path | str) -> Iterator[str]:
+    """The texts of a file, or of a split on the hub.
 
-        path = glob.escape(str(file))
-        if file.suffix == ".parquet":
-            return IterableDataset.from_parquet(path)
-        return IterableDataset.from_json(path, on_mixed_types=None)  # else one number puts all texts in quotes
-
-    return _read_rows(load, column, f"data.path: could not read {file}")
-
-
-def _read_hub(config: DataConfig, split: str) -> Iterator[str]:
-    from datasets import load_dataset
-
-    options = {"revision": config.revision, "split": split, "streaming": config.streaming}
-    name = f"data={config.name}: could not read {config.path} from the Hugging Face hub"
-    advice = "; check data.path, data.subset, data.column and data.train_split. data=stdlib needs no network"
-    return _read_rows(lambda: load_dataset(config.path, config.subset, **options), config.column, name, advice)
-
-
-def _read_rows(load: Callable[[], Iterable[dict]], column: str, name: str, advice: str = "") -> Iterator[str]:
-    """Any error becomes a ValueError: `datasets` and the decompressors raise whatever the damage happens to trigger."""
+    Any error becomes a ValueError: `datasets` and the decompressors raise whatever the damage happens to trigger.
+    """
     try:
-        for row in load():
-            if not isinstance(row.get(column), str):
-                raise ValueError(f"data.column={column!r}: a row has no text there; its columns are {', '.join(row)}")
-            yield row[column]
+        for row in _rows(config, source):
+            if not isinstance(row.get(config.column), str):
+                found = f"a row has no text there; its columns are {', '.join(row)}"
+                raise ValueError(f"data.column={config.column!r}: {found}")
+            yield row[config.column]
     except Exception as error:
-        raise ValueError(f"{name} ({error}){advice}") from error
+        if config.kind != "hub":
+            raise ValueError(f"data.path: could not read {source} ({error})") from error
+        what = f"data={config.name}: could not read {config.path} from the Hugging Face hub ({error})"
+        advice = "check data.path, data.subset, data.column and data.train_split. data=stdlib needs no network"
+        raise ValueError(f"{what}; {advice}") from error
+
+
+def _rows(config: DataConfig, source: Path | str) -> Iterable[dict]:
+    if config.kind != "hub" and source.name.removesuffix(".gz").removesuffix(".zst").endswith(TEXT):
+        with fsspec.filesystem("file").open(source, "rt", encoding="utf-8-sig", compression="infer") as text:
+            return [{config.column: text.read()}]
+    import datasets  # here, since it takes seconds and stdlib and text files need none of it
+
+    if config.kind == "hub":
+        options = {"revision": config.revision, "split": source, "streaming": config.streaming}
+        return datasets.load_dataset(config.path, config.subset, **options)
+    path = glob.escape(str(source))
+    if source.suffix == ".parquet":
+        return datasets.IterableDataset.from_parquet(path)
+    return datasets.IterableDataset.from_json(path, on_mixed_types=None)  # else one number puts all texts in quotes
 
 
 _TITLE = re.compile(r" = [^=](.*[^=])? = \n?")

@@ -56,7 +56,7 @@ class TokenFiles:
 def prepare(config: DataConfig, tokenizer: Tokenizer, say: Callable[[str], None] = print) -> TokenFiles:
     """The corpus' token files, made anew where a setting or the size or time of a file of the corpus has changed.
 
-    ValueError where the corpus cannot be read or split, OSError where the files cannot be written.
+    ValueError where the corpus cannot be read or split or its files are damaged, OSError where they cannot be written.
     """
     settings = {key: value for key, value in asdict(config).items() if key not in ("name", "cache", "streaming")}
     stats = [(path, path.stat()) for path in files_of(config)] if config.kind != "hub" else []
@@ -79,11 +79,6 @@ def prepare(config: DataConfig, tokenizer: Tokenizer, say: Callable[[str], None]
             if not folder.exists():  # else another process was faster
                 message = f"data.cache={config.cache}: could not write {folder} ({error})"
                 raise OSError(f"{message}; make room, or give data.cache=<folder> (eval.py: cache=)") from error
-    return open_tokens(folder, tokenizer)
-
-
-def open_tokens(folder: Path, tokenizer: Tokenizer) -> TokenFiles:
-    """Map a folder's files. ValueError, naming the folder, if one is damaged."""
     arrays = []
     try:
         meta = json.loads((folder / "tokens.json").read_text(encoding="utf-8"))
