@@ -36,6 +36,7 @@ from model import GPTConfig
 from model.checkpoint import checkpoints, latest_checkpoint, load_weights, read_config, step_of
 from model.checks import check_whole
 from model.positions import SCHEMES, build_scheme
+from model.sampling import stream
 from runs.devices import autocast, pick_device, pick_precision
 from runs.folder import latest_run, read_run
 from runs.processes import Ranks, errors_as_messages, join_processes
@@ -275,7 +276,7 @@ def sample_text(config: DictConfig, ranks: Ranks = Ranks()) -> list[str]:  # noq
     drawing["generator"] = torch.Generator(device).manual_seed(config.seed)
     new, texts, shown, start = [[] for _ in given], given, 0, time.perf_counter()
     with autocast(device, precision):
-        for ids in model.stream(prompts, config.tokens, **drawing):
+        for ids in stream(model, prompts, config.tokens, **drawing):
             for one, following in zip(new, ids.tolist(), strict=True):
                 if following >= 0 and end not in one and len(one) < config.tokens:
                     one.append(following)

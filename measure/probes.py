@@ -11,8 +11,8 @@ from measure.passes import BATCH_TOKENS
 from measure.statistics import standard_error
 from measure.windows import widening_edges
 from model import GPT
-from model.attention import attention_weights
-from model.gpt import Attention, Pass
+from model.attention import View, attention_weights
+from model.gpt import Attention
 from model.sampling import evaluating
 
 # The largest block of attention weights that is formed at once, in numbers: 32 MiB of float32.
@@ -104,7 +104,7 @@ def attention_by_distance(model: GPT, tokens: Tensor | np.ndarray, length: int, 
     sums = torch.zeros(c.n_layer, c.n_head, len(edges) - 1, dtype=torch.float64)
     ids = _windows(token_array(tokens), length, windows)
 
-    def add(module: Attention, inputs: tuple[Tensor, Pass]) -> None:
+    def add(module: Attention, inputs: tuple[Tensor, View]) -> None:
         sums[module.layer] += _summed_weights(module, *inputs, bin_of, len(edges) - 1)
 
     hooks = [block.attention.register_forward_pre_hook(add) for block in model.blocks]
@@ -120,7 +120,7 @@ def attention_by_distance(model: GPT, tokens: Tensor | np.ndarray, length: int, 
     return {"edges": edges, "weights": weights, "windows": len(ids), "length": length}
 
 
-def _summed_weights(module: Attention, x: Tensor, p: Pass, bin_of: Tensor, bins: int) -> Tensor:
+def _summed_weights(module: Attention, x: Tensor, p: View, bin_of: Tensor, bins: int) -> Tensor:
     """One layer's attention weights, summed over queries and the keys of a bin: float64 (H, bins) on the CPU."""
     T, H = x.shape[1], module.n_head
     q, k, _ = module.heads(x, p)

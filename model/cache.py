@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from model.checks import check_whole
+from model.config import GPTConfig
 
 _UNFINISHED = object()  # a regime that equals no other
 
@@ -18,19 +19,18 @@ class Cache:
     so the cache keeps its tokens and the model passes all of them again (`pending`); also after a pass that raised.
     """
 
-    def __init__(self, batch_size: int, max_length: int, scaling_length: int | None, device: torch.device):
+    def __init__(self, c: GPTConfig, batch_size: int, max_length: int, scaling_length: int | None, **kind):
+        """kind: dtype and device of the keys."""
         check_whole("batch_size", batch_size)
         check_whole("max_length", max_length)
         check_whole("scaling_length", scaling_length, optional=True)
         self.batch_size, self.max_length, self.scaling_length = batch_size, max_length, scaling_length
-        self.tokens = torch.zeros((batch_size, max_length), dtype=torch.int64, device=device)
+        self.tokens = torch.zeros((batch_size, max_length), dtype=torch.int64, device=kind["device"])
         self.length, self.regime = 0, None  # as of PositionScheme.regime
         self.states: dict[int, tuple[Tensor, Tensor]] = {}  # of linear attention, by layer
-
-    def allocate(self, room: Tensor) -> None:
-        """room: zeros (2, n_layer, B, n_kv_head, max_length, head_dim), for keys and values of softmax attention."""
-        self.keys, self.values = room
-        self.by_layer = list(zip(*room.unbind(), strict=True))
+        if c.attention == "softmax":
+            shape = (2, c.n_layer, batch_size, c.n_kv_head, max_length, c.head_dim)
+            self.keys, self.values = torch.zeros(shape, **kind)
 
     def pending(self, tokens: Tensor, regime: Hashable) -> tuple[Tensor, int]:
         """The tokens to pass and the position of the first: the new ones, or all where the frequencies are others.
@@ -50,11 +50,10 @@ class Cache:
 
     def append(self, layer: int, start: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Write a layer's keys and values (B, n_kv_head, T, head_dim) from `start` on; all of them so far, as views."""
-        keys, values = self.by_layer[layer]
         end = start + k.shape[2]
-        keys[:, :, start:end] = k
-        values[:, :, start:end] = v
-        return keys[:, :, :end], values[:, :, :end]
+        self.keys[layer, :, :, start:end] = k
+        self.values[layer, :, :, start:end] = v
+        return self.keys[layer, :, :, :end], self.values[layer, :, :, :end]
 
     def advance(self, tokens: Tensor, start: int, regime: Hashable) -> None:
         """Count passed tokens as held, after every layer has done its part."""

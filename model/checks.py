@@ -35,6 +35,32 @@ def check_tensor(name: str, value: Any, dtypes: tuple[torch.dtype, ...] = INTEGE
         raise ValueError(f"{name} must be a tensor of {kind}, found {found}")
 
 
+def check_ids(name: str, ids: Any, vocab_size: int, device: torch.device) -> None:
+    """Raise ValueError unless ids are integers (B, T), B and T at least 1, on the device, in the vocabulary."""
+    check_tensor(name, ids)
+    if ids.ndim != 2 or 0 in ids.shape:
+        raise ValueError(f"{name} must be (B, T) with B and T of at least 1, found {tuple(ids.shape)}")
+    if ids.device != device:
+        raise ValueError(f"{name} are on {ids.device}, the model is on {device}")
+    if ids.device.type == "cpu" and not torch.compiler.is_compiling():
+        for found in map(int, ids.aminmax()):
+            if not 0 <= found < vocab_size:
+                raise ValueError(f"token id {found} is outside the vocabulary (0 to {vocab_size - 1})")
+
+
+def check_positions(positions: Any, tokens: torch.Tensor, gaps: bool) -> None:
+    """Raise ValueError unless positions are integers (T,) that grow from at least 0, one by one unless gaps may be."""
+    check_tensor("positions", positions)
+    if positions.shape != tokens.shape[1:]:
+        raise ValueError(f"positions {tuple(positions.shape)} must be (T,) for tokens {tuple(tokens.shape)}")
+    if positions.device.type == "cpu" and not torch.compiler.is_compiling():
+        steps = positions.diff(prepend=positions[:1] - 1)
+        if positions[0] < 0 or (steps < 1).any():
+            raise ValueError(f"positions must grow from at least 0, found {positions.tolist()}")
+        if not gaps and (steps > 1).any():
+            raise ValueError("positions must grow one by one for a scheme with a bias, and for windows")
+
+
 def lookup(group: str, registry: dict[str, Callable], given: dict) -> tuple[str, dict]:
     """The name in `given`, and the configuration keys of what it names, with their defaults.
 
@@ -52,3 +78,22 @@ def lookup(group: str, registry: dict[str, Callable], given: dict) -> tuple[str,
         if key != "name" and key not in known:
             raise ValueError(f"{group}.{key}: {name} has no such key; it knows {', '.join(known) or 'none'}")
     return name, known
+
+
+def complete(group: str, registry: dict[str, Callable], given: dict) -> dict:
+    """The name in `given` and all keys of what it names, defaults filled in.
+
+    Raises ValueError as `lookup` does, and for a value whose type is not its default's.
+    """
+    name, known = lookup(group, registry, given)
+    done = {"name": name}
+    for key, default in known.items():
+        value, kind = given.get(key, default), type(default)
+        if kind is int:
+            check_whole(f"{group}.{key}", value)
+        elif kind is float and is_number(value):
+            value = float(value)
+        elif kind is float or type(value) is not kind:
+            raise ValueError(f"{group}.{key}={value!r}: must be of type {kind.__name__}, as {default!r} is")
+        done[key] = value
+    return done

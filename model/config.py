@@ -5,8 +5,8 @@ from functools import partial
 
 import torch
 
-from model.checks import check_whole
-from model.positions import SCHEMES, build_scheme, complete_scheme
+from model.checks import check_whole, complete
+from model.positions import SCHEMES, build_scheme
 from model.scaling import complete_scaling
 
 ALLOWED = {"attention": ("softmax", "linear"), "query_scale": (None, "log", "log_nope", "ssmax")}
@@ -82,7 +82,7 @@ class GPTConfig:
             raise ValueError("model.query_scale=log_nope: needs nope in model.layers; use log for all layers")
         assign("width", width)
         assign("layers", list(self.layers))
-        assign("pos", complete_scheme(self.pos))
+        assign("pos", complete("pos", SCHEMES, self.pos))
         scheme = SCHEMES[self.pos["name"]]
         assign("scaling", None if self.scaling == {"name": "none"} else self.scaling)
         if self.scaling is not None:

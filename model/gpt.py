@@ -5,32 +5,20 @@ prefill and decoding: only the positions differ.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model.attention import CHUNK, View, linear_attention, softmax_attention
+from model.attention import View, softmax_attention
 from model.cache import Cache
-from model.checks import check_tensor, check_whole
+from model.checks import check_ids, check_positions, check_whole
 from model.config import GPTConfig
 from model.linear import Linear, linear
-from model.positions import NOPE, PositionScheme, build_scheme
-from model.sampling import check_sampling, evaluating, sample
-
-
-class Pass(NamedTuple):
-    """What all layers of one pass share."""
-
-    scheme: PositionScheme
-    positions: Tensor  # int64 (T,), of the tokens passed
-    key_positions: Tensor  # int64 (Tk,), of all tokens so far
-    rotate: Callable[[Tensor], Tensor]  # queries or keys (B, H, T, head_dim) -> the same, turned by their positions
-    cache: Cache | None
-    shared: dict  # biases that layers share
+from model.linear_attention import CHUNK, linear_attention
+from model.positions import NOPE, build_scheme
+from model.sampling import stream
 
 
 class Attention(nn.Module):
@@ -51,7 +39,7 @@ class Attention(nn.Module):
         self.qkv = Linear(config.width, (config.n_head + 2 * config.n_kv_head) * config.head_dim, bias=config.bias)
         self.out = Linear(config.width, config.width, bias=config.bias)
 
-    def forward(self, x: Tensor, p: Pass) -> Tensor:
+    def forward(self, x: Tensor, p: View) -> Tensor:
         q, k, v = self.heads(x, p)
         start = len(p.key_positions) - len(p.positions)  # tokens that the cache holds
         if self.linear:
@@ -65,7 +53,7 @@ class Attention(nn.Module):
             y = softmax_attention(q, k, v, self.view(p), self.dropout * self.training)
         return F.dropout(self.out(y.transpose(1, 2).reshape(x.shape)), self.dropout, self.training)
 
-    def heads(self, x: Tensor, p: Pass) -> tuple[Tensor, Tensor, Tensor]:
+    def heads(self, x: Tensor, p: View) -> tuple[Tensor, Tensor, Tensor]:
         """Queries (B, H, T, head_dim), keys and values (B, Hkv, T, head_dim); rotated, but for linear attention."""
         heads = self.qkv(x).view(*x.shape[:2], -1, self.head_dim).transpose(1, 2)  # (B, H + 2 Hkv, T, head_dim)
         qk, v = heads.split((self.n_head + self.n_kv_head, self.n_kv_head), dim=1)
@@ -79,8 +67,8 @@ class Attention(nn.Module):
             q = q * (1 + 0.1 * ((p.positions.float() + 1) / self.log_scale).floor().log1p()[:, None]).to(q.dtype)
         return q, k, v
 
-    def view(self, p: Pass) -> View:
-        return View(NOPE if self.nope else p.scheme, p.positions, p.key_positions, self.window, self.sinks, p.shared)
+    def view(self, p: View) -> View:
+        return p._replace(scheme=NOPE if self.nope else p.scheme, window=self.window, sinks=self.sinks)
 
 
 class MLP(nn.Module):
@@ -102,7 +90,7 @@ class Block(nn.Module):
         self.mlp_norm = nn.LayerNorm(config.width, bias=config.bias)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor, p: Pass) -> Tensor:
+    def forward(self, x: Tensor, p: View) -> Tensor:
         x = x + self.attention(self.attention_norm(x), p)
         return x + self.mlp(self.mlp_norm(x))
 
@@ -149,21 +137,21 @@ class GPT(nn.Module):
         Raises ValueError for shapes that do not fit, ids outside the vocabulary (on the CPU only: elsewhere looking
         would stall every step), positions past a learned table and a full cache; the cache then keeps what it holds.
         """
-        self.check_tokens(tokens)
+        known = self.config.vocab_size, self.embedding.weight.device
+        check_ids("tokens", tokens, *known)
         if targets is not None:
             if targets.shape != tokens.shape:
                 raise ValueError(f"targets {tuple(targets.shape)} must have the shape of tokens {tuple(tokens.shape)}")
-            self.check_tokens(targets.masked_fill(targets == -100, 0), "targets")
+            check_ids("targets", targets.masked_fill(targets == -100, 0), *known)
         check_whole("scaling_length", scaling_length, optional=True)
         if cache is not None and (positions is not None or scaling_length not in (None, cache.scaling_length)):
             raise ValueError("positions and scaling_length are the cache's own: leave them out with a cache")
         if positions is not None:
-            self.check_positions(positions, tokens)
+            check_positions(positions, tokens, gaps=not (self.pos.biased or self.config.window))
             positions = positions.to(tokens.device, non_blocking=True)
         with nullcontext() if cache is None else torch.no_grad():
-            if cache is None:
-                length, start, passed = scaling_length or tokens.shape[1], 0, tokens
-            else:
+            length, start, passed = scaling_length or tokens.shape[1], 0, tokens
+            if cache is not None:
                 length = cache.scaling_length or cache.length + tokens.shape[1]
                 regime = self.pos.regime(length)
                 passed, start = cache.pending(tokens, regime)
@@ -173,7 +161,7 @@ class GPT(nn.Module):
             if positions is None:
                 positions = torch.arange(start, end, device=tokens.device)
             key_positions = positions if cache is None else torch.arange(end, device=tokens.device)
-            p = Pass(self.pos, positions, key_positions, self.pos.rotation(positions, length), cache, {})
+            p = View(self.pos, positions, key_positions, self.pos.rotation(positions, length), cache, {})
             x = F.dropout(self.pos.embed(self.embedding(passed), positions), self.config.dropout, self.training)
             for block in self.blocks:
                 x = block(x, p)
@@ -192,88 +180,19 @@ class GPT(nn.Module):
                 return losses.view_as(targets)
             return losses.new_zeros(targets.shape).masked_scatter(targets != -100, losses)
 
-    def check_tokens(self, tokens: Tensor, name: str = "tokens") -> None:
-        """Raise ValueError unless tokens are integers (B, T), B and T at least 1, on this device, in the vocabulary."""
-        check_tensor(name, tokens)
-        if tokens.ndim != 2 or 0 in tokens.shape:
-            raise ValueError(f"{name} must be (B, T) with B and T of at least 1, found {tuple(tokens.shape)}")
-        if tokens.device != self.embedding.weight.device:
-            raise ValueError(f"{name} are on {tokens.device}, the model is on {self.embedding.weight.device}")
-        if tokens.device.type == "cpu" and not torch.compiler.is_compiling():
-            for found in map(int, tokens.aminmax()):
-                if not 0 <= found < self.config.vocab_size:
-                    raise ValueError(f"token id {found} is outside the vocabulary (0 to {self.config.vocab_size - 1})")
-
-    def check_positions(self, positions: Tensor, tokens: Tensor) -> None:
-        """Raise ValueError unless positions are integers (T,) that grow from at least 0, one by one where they must."""
-        check_tensor("positions", positions)
-        if positions.shape != tokens.shape[1:]:
-            raise ValueError(f"positions {tuple(positions.shape)} must be (T,) for tokens {tuple(tokens.shape)}")
-        if positions.device.type == "cpu" and not torch.compiler.is_compiling():
-            steps = positions.diff(prepend=positions[:1] - 1)
-            if positions[0] < 0 or (steps < 1).any():
-                raise ValueError(f"positions must grow from at least 0, found {positions.tolist()}")
-            if (self.pos.biased or self.config.window) and (steps > 1).any():
-                raise ValueError("positions must grow one by one for a scheme with a bias, and for windows")
-
     def new_cache(self, batch_size: int, max_length: int, scaling_length: int | None = None) -> Cache:
         """An empty cache on the model's device, in the dtype its keys have (autocast's, where that is on).
 
         scaling_length: see forward; the length that the sequence will have in the end is the usual choice.
         """
-        weight, c = self.embedding.weight, self.config
-        cache = Cache(batch_size, max_length, scaling_length, weight.device)
-        if c.attention == "softmax":
-            autocast = torch.is_autocast_enabled(weight.device.type) and weight.dtype == torch.float32
-            dtype = torch.get_autocast_dtype(weight.device.type) if autocast else weight.dtype
-            shape = (c.n_layer, batch_size, c.n_kv_head, max_length, c.head_dim)
-            cache.allocate(torch.zeros((2, *shape), dtype=dtype, device=weight.device))
-        return cache
-
-    @torch.inference_mode()
-    def stream(
-        self,
-        prompts: Sequence[Tensor],
-        max_new_tokens: int,
-        use_cache: bool = True,
-        scaling_length: int | None = None,
-        temperature: float = 0.0,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        generator: torch.Generator | None = None,
-    ) -> Iterator[Tensor]:
-        """Continue int64 prompts (T,) of any lengths, at least 1, in one batch: yields the new ids, int64 (B,), a step.
-
-        All start at position 0, without padding: a longer prompt yields -1 while it is still fed and a shorter one is
-        continued. Each prompt gets at least max_new_tokens. temperature 0 takes the likeliest id; else one is drawn
-        with `generator` from the top_k likeliest, or from the smallest set that holds top_p of the probability
-        (Holtzman et al. 2020), or from both. Dropout is off. Raises ValueError for settings out of range and, before
-        any work, where a learned table is too short.
-        """
-        for prompt in prompts:
-            self.check_tokens(prompt[None])
-        check_whole("max_new_tokens", max_new_tokens)
-        check_sampling(temperature, top_k, top_p)
-        shortest, longest = min(map(len, prompts)), max(map(len, prompts))
-        total = longest + max_new_tokens
-        self.pos.check_position(total - 2)  # the last token drawn is never fed back
-        text = torch.full((len(prompts), total), -1, device=prompts[0].device)
-        for row, prompt in zip(text, prompts, strict=True):
-            row[: len(prompt)] = prompt
-        cache = self.new_cache(len(prompts), total - 1, scaling_length) if use_cache else None
-        with evaluating(self):
-            for end in range(shortest, total):
-                new = text[:, cache.length if cache is not None else 0 : end]
-                logits = self(new, cache=cache, scaling_length=scaling_length, last_only=True)[:, 0]
-                drawn, fed = sample(logits, temperature, top_k, top_p, generator)[:, 0], text[:, end] >= 0
-                text[:, end] = torch.where(fed, text[:, end], drawn)
-                yield drawn.masked_fill(fed, -1)
+        weight = self.embedding.weight
+        autocast = torch.is_autocast_enabled(weight.device.type) and weight.dtype == torch.float32
+        dtype = torch.get_autocast_dtype(weight.device.type) if autocast else weight.dtype
+        return Cache(self.config, batch_size, max_length, scaling_length, dtype=dtype, device=weight.device)
 
     def generate(self, tokens: Tensor, max_new_tokens: int, **settings) -> Tensor:
-        """Continue int64 (B, T) to (B, T + max_new_tokens); other settings and errors as in `stream`."""
-        self.check_tokens(tokens)
-        check_whole("max_new_tokens", max_new_tokens, 0)
-        new = self.stream(list(tokens), max_new_tokens, **settings) if max_new_tokens else ()
+        """Continue int64 (B, T) to (B, T + max_new_tokens); other settings and errors as in `sampling.stream`."""
+        new = stream(self, list(tokens), max_new_tokens, **settings) if max_new_tokens else ()
         return torch.cat((tokens, *(ids[:, None] for ids in new)), dim=1)
 
     def optimizer_groups(self, weight_decay: float, pos_lr_ratio: float = 1.0) -> list[dict]:

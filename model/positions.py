@@ -21,7 +21,6 @@ from collections.abc import Callable, Hashable
 import torch
 from torch import Tensor, nn
 
-from model.checks import check_whole, is_number, lookup
 from model.rope import LAYOUTS, build_rotation, plain_frequencies, rope_frequencies, rotary_tables
 from model.scaling import regime, scaled
 
@@ -34,6 +33,7 @@ class PositionScheme(nn.Module):
     bias_sees_queries = False  # else `bias` is the same in all layers, which share it
 
     def __init_subclass__(cls) -> None:
+        cls.rotates = cls.rotation is not PositionScheme.rotation
         cls.biased = any(getattr(cls, hook) is not getattr(PositionScheme, hook) for hook in ("bias", "by_distance"))
         cls.weighs_values = cls.values is not PositionScheme.values
 
@@ -61,7 +61,7 @@ class PositionScheme(nn.Module):
 
     def by_distance(self, distances: Tensor) -> Tensor:
         """A bias that head and distance alone decide: int64 (n,) of at least 0, tokens back -> float32 (H, n)."""
-        raise NotImplementedError
+        return torch.zeros((1, len(distances)), device=distances.device)
 
     def bias(self, queries: Tensor, query_positions: Tensor, key_positions: Tensor) -> Tensor:
         """queries (B, H, Tq, head_dim), as rotated; a part of them at a time. This one is by_distance's.
@@ -120,27 +120,22 @@ class RotaryPositions(PositionScheme):
     the planes that turns, the slowest stand still (p-RoPE; Barbero et al. 2024). config.scaling: see model/scaling.py.
     """
 
-    rotates = True
-
     def __init__(
         self, config, *, base: float = 10000.0, layout: str = "half", rotary_fraction: float = 1.0, turning: float = 1.0
     ):
         super().__init__(config)
         if layout not in LAYOUTS:
             raise ValueError(f"pos.layout={layout!r}: known layouts are {', '.join(LAYOUTS)}")
-        for name, value in (("rotary_fraction", rotary_fraction), ("turning", turning)):
-            if not 0 < value <= 1:
-                raise ValueError(f"pos.{name}={value}: must be above 0 and at most 1")
         self.rotary_dim = round(config.head_dim * rotary_fraction)
-        if self.rotary_dim % 2 or self.rotary_dim == 0:
+        if rotary_fraction > 1 or self.rotary_dim < 2 or self.rotary_dim % 2:
             found = f"turns {self.rotary_dim} of model.head_dim={config.head_dim} dimensions"
             raise ValueError(f"pos.rotary_fraction={rotary_fraction}: {found}; must be pairs, one at least")
+        planes = self.rotary_dim // 2
+        self.turning = int(turning * planes)
+        if turning > 1 or self.turning < 1:
+            raise ValueError(f"pos.turning={turning}: turns {self.turning} of {planes} planes; for none use pos=none")
         self.base, self.layout, self.scaling, self.softmax = base, layout, config.scaling, config.attention == "softmax"
-        self.original_length, self.turning = config.original_length, int(turning * self.rotary_dim / 2)  # planes
-        if self.turning == 0:
-            raise ValueError(
-                f"pos.turning={turning}: turns none of {self.rotary_dim // 2} planes; use pos=none for that"
-            )
+        self.original_length = config.original_length
         rope_frequencies(self.rotary_dim, base, config.scaling, self.original_length)  # checks them all
 
     def frequencies(self, length: int, device: torch.device | str = "cpu") -> tuple[Tensor, float]:
@@ -296,21 +291,6 @@ SCHEMES: dict[str, type[PositionScheme]] = {
     "fire": Fire,
     "shaw": ShawRelative,
 }
-
-
-def complete_scheme(pos: dict) -> dict:
-    """The scheme's name and all of its keys, defaults filled in. Raises ValueError for names and keys unknown."""
-    name, known = lookup("pos", SCHEMES, pos)
-    done = {key: pos.get(key, default) for key, default in known.items()}
-    for key, value in done.items():
-        kind = type(known[key])
-        if kind is int:
-            check_whole(f"pos.{key}", value)
-        elif kind is float and is_number(value):
-            done[key] = float(value)
-        elif kind is float or type(value) is not kind:
-            raise ValueError(f"pos.{key}={value!r}: must be of type {kind.__name__}, as {known[key]!r} is")
-    return {"name": name, **done}
 
 
 def build_scheme(config) -> PositionScheme:

@@ -52,8 +52,7 @@ def rotary_tables(positions: Tensor, inv_freq: Tensor, attention_scale: float = 
     """
     inv_freq = inv_freq.to(torch.promote_types(inv_freq.dtype, torch.float32))
     angles = positions[:, None] * inv_freq.to(positions.device)
-    cos, sin = angles.cos(), angles.sin()
-    return (cos, sin) if attention_scale == 1 else (cos * attention_scale, sin * attention_scale)
+    return angles.cos() * attention_scale, angles.sin() * attention_scale
 
 
 def build_rotation(cos: Tensor, sin: Tensor, layout: str) -> Callable[[Tensor], Tensor]:
@@ -86,9 +85,7 @@ def build_rotation(cos: Tensor, sin: Tensor, layout: str) -> Callable[[Tensor], 
     return rotate
 
 
-def rotate(
-    x: Tensor, positions: Tensor, inv_freq: Tensor, layout: str = "half", attention_scale: float = 1.0
-) -> Tensor:
+def rotate(x: Tensor, positions: Tensor, inv_freq: Tensor, layout: str = "half") -> Tensor:
     """Turn each plane i of x (..., T, head_dim) by positions[t] · inv_freq[i] (Su et al. 2021, equation 34).
 
     positions: integers (T,). inv_freq: (planes,), with 2 · planes <= head_dim; dimensions past that are left alone.
@@ -101,4 +98,4 @@ def rotate(
         raise ValueError(f"positions of shape {tuple(positions.shape)} do not fit x of shape {tuple(x.shape)}")
     if inv_freq.ndim != 1 or 2 * len(inv_freq) > x.shape[-1]:
         raise ValueError(f"inv_freq must be (planes,) of at most {x.shape[-1] // 2}, found {tuple(inv_freq.shape)}")
-    return build_rotation(*rotary_tables(positions, inv_freq, attention_scale), layout)(x)
+    return build_rotation(*rotary_tables(positions, inv_freq), layout)(x)

@@ -1,13 +1,13 @@
-"""From logits to the next token."""
+"""From logits to the next token, and on from there."""
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from model.checks import check_whole, is_number
+from model.checks import check_ids, check_whole, is_number
 
 
 @contextlib.contextmanager
@@ -21,13 +21,48 @@ def evaluating(model: nn.Module) -> Iterator[None]:
         model.train(was_training)
 
 
-def check_sampling(temperature: float, top_k: int | None, top_p: float | None) -> None:
-    """Raise ValueError for what `sample` does not take."""
+@torch.inference_mode()
+def stream(
+    model: nn.Module,
+    prompts: Sequence[Tensor],
+    max_new_tokens: int,
+    use_cache: bool = True,
+    scaling_length: int | None = None,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    generator: torch.Generator | None = None,
+) -> Iterator[Tensor]:
+    """Continue int64 prompts (T,) of any lengths, at least 1, in one batch: yields the new ids, int64 (B,), a step.
+
+    All start at position 0, without padding: a longer prompt yields -1 while it is still fed and a shorter one is
+    continued. Each prompt gets at least max_new_tokens. temperature 0 takes the likeliest id; else one is drawn
+    with `generator` from the top_k likeliest, or from the smallest set that holds top_p of the probability
+    (Holtzman et al. 2020), or from both. Dropout is off. Raises ValueError for settings out of range and, before
+    any work, where a learned table is too short.
+    """
+    for prompt in prompts:
+        check_ids("tokens", prompt[None], model.config.vocab_size, model.embedding.weight.device)
+    check_whole("max_new_tokens", max_new_tokens)
     if not is_number(temperature) or temperature < 0:
         raise ValueError(f"temperature={temperature!r}: must be a finite number of at least 0 (0: the likeliest token)")
     check_whole("top_k", top_k, optional=True)
     if top_p is not None and (not is_number(top_p) or not 0 < top_p <= 1):
         raise ValueError(f"top_p={top_p!r}: must be above 0 and at most 1, or None for all tokens")
+    shortest, longest = min(map(len, prompts)), max(map(len, prompts))
+    total = longest + max_new_tokens
+    model.pos.check_position(total - 2)  # the last token drawn is never fed back
+    text = torch.full((len(prompts), total), -1, device=prompts[0].device)
+    for row, prompt in zip(text, prompts, strict=True):
+        row[: len(prompt)] = prompt
+    cache = model.new_cache(len(prompts), total - 1, scaling_length) if use_cache else None
+    with evaluating(model):
+        for end in range(shortest, total):
+            new = text[:, cache.length if cache is not None else 0 : end]
+            logits = model(new, cache=cache, scaling_length=scaling_length, last_only=True)[:, 0]
+            drawn, fed = sample(logits, temperature, top_k, top_p, generator)[:, 0], text[:, end] >= 0
+            text[:, end] = torch.where(fed, text[:, end], drawn)
+            yield drawn.masked_fill(fed, -1)
 
 
 def sample(

@@ -9,7 +9,6 @@ from omegaconf import OmegaConf
 
 import eval as eval_module
 from eval import EvalConfig, default_lengths, sample_text
-from model import GPT
 from runs.processes import Ranks
 from tests.trained import TINY, command, composed, measure, run
 
@@ -170,7 +169,7 @@ def test_a_text_is_shown_as_it_is_decoded_and_ends_with_its_document(two_runs, c
     assert [several[0]] == sample(f"runs={two_runs / 'rope'}", "tokens=7", "temperature=0", "prompt=do")
     tokenizer = eval_module.get_tokenizer("bytes")
     stream = [[ord("a")], [ord("b")], [tokenizer.end_of_document], [ord("c")]]
-    monkeypatch.setattr(GPT, "stream", lambda *a, **k: map(torch.tensor, stream))
+    monkeypatch.setattr(eval_module, "stream", lambda *a, **k: map(torch.tensor, stream))
     assert sample(*settings) == [tokenizer.decode([*b"docuab", tokenizer.end_of_document])]
 
 

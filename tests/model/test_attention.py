@@ -10,8 +10,10 @@ import pytest
 import torch
 
 import model.attention
+import model.linear_attention
 from model import GPTConfig
-from model.attention import View, attention_weights, linear_attention, softmax_attention
+from model.attention import View, attention_weights, softmax_attention
+from model.linear_attention import linear_attention
 from model.positions import SCHEMES
 from tests.helpers import ALL_SCHEMES, cached_logits, random_tokens, scheme_id, small_model
 
@@ -124,7 +126,7 @@ def linear_by_hand(q, k, v, angles):
 
 @pytest.mark.parametrize("chunk", [1, 4, 128])
 def test_linear_attention_is_its_definition(chunk, monkeypatch):
-    monkeypatch.setattr(model.attention, "CHUNK", chunk)
+    monkeypatch.setattr(model.linear_attention, "CHUNK", chunk)
     torch.manual_seed(0)
     scheme = small_model({"name": "rope"}, head_dim=8).pos
     q, k, v = (torch.randn(2, 3, 11, 8, dtype=torch.float64) for _ in range(3))

@@ -270,7 +270,7 @@ def test_a_learned_table_ends_in_patterns_too():
         ({"sinks": 1}, r"model\.sinks=1"),
         ({"sinks": True, "attention": "linear"}, r"model\.attention=linear: has no softmax"),
         ({"pos": {"name": "rope", "turning": 0.0}}, r"pos\.turning=0\.0"),
-        ({"pos": {"name": "rope", "turning": 0.01}}, r"pos\.turning=0\.01: turns none of 8 planes"),
+        ({"pos": {"name": "rope", "turning": 0.01}}, r"pos\.turning=0\.01: turns 0 of 8 planes"),
     ],
     ids=str,
 )

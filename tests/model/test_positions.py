@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from model import GPT, GPTConfig
-from model.positions import SCHEMES, PositionScheme, complete_scheme
+from model.checks import complete
+from model.positions import SCHEMES, PositionScheme
 from tests.helpers import ALL_SCHEMES, cached_logits, random_tokens, scheme_id, small_model
 
 every_scheme = pytest.mark.parametrize("pos", ALL_SCHEMES, ids=scheme_id)
@@ -232,4 +233,4 @@ def test_schemes_refuse(pos, words):
 
 def test_defaults_are_filled_in():
     wanted = {"name": "rope", "base": 500.0, "layout": "half", "rotary_fraction": 1.0, "turning": 1.0}
-    assert complete_scheme({"name": "rope", "base": 500}) == wanted
+    assert complete("pos", SCHEMES, {"name": "rope", "base": 500}) == wanted

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from model.sampling import sample
+from model.sampling import sample, stream
 from tests.helpers import ALL_SCHEMES, random_tokens, scheme_id, small_model
 
 LENGTHS = [3, 9, 1, 9, 20]
@@ -14,7 +14,7 @@ def prompts_of(model):
 
 
 def together(model, prompts, new, **settings):
-    steps = torch.stack(list(model.stream(prompts, new, **settings)))  # (steps, prompts)
+    steps = torch.stack(list(stream(model, prompts, new, **settings)))  # (steps, prompts)
     return [[token for token in row.tolist() if token >= 0][:new] for row in steps.T]
 
 
