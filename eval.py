@@ -22,15 +22,14 @@ import hydra
 import torch
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
+from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from data import DataConfig, get_tokenizer, prepare
 from measure import Report, Scoring, Text, comparability, evaluate_lengths, measure
 from measure.answers import AnswerReport, evaluate_task, measure_task
-from measure.groups import labels_of, scaling_words, seedless
-from measure.passes import token_bar
 from measure.probes import PROBES
-from measure.report import coverage, log_curve, log_measurements
+from measure.report import coverage, labels_of, log_curve, log_measurements, scaling_words, seedless
 from measure.windows import PROTOCOLS, default_lengths, default_stride
 from model import GPTConfig
 from model.checkpoint import checkpoints, latest_checkpoint, load_weights, read_config, step_of
@@ -187,7 +186,9 @@ def evaluate_runs(config: DictConfig, ranks: Ranks = Ranks()) -> list[dict]:  # 
         log.info("left out %s", reason)
 
     everything, probes = [], [name for name in PROBES if config[name] and ranks.first]
-    with token_bar(total, ranks.first) as bar, logging_redirect_tqdm([logging.getLogger()]):
+    every = 0.1 if sys.stderr.isatty() else 30  # seconds; where the output is no terminal, each time is a line
+    bar = tqdm(total=total, unit="token", unit_scale=True, leave=False, disable=not ranks.first, mininterval=every)
+    with bar, logging_redirect_tqdm([logging.getLogger()]):
         for run in planned:
             model, about = load_weights(run.checkpoint, device, run.scaling), run.about | {"precision": precision}
             with autocast(device, precision):

@@ -7,15 +7,13 @@ same as whether greedy decoding gives the answer.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
 from measure import plots
-from measure.groups import by_model
-from measure.report import Pages, figures
+from measure.report import Pages, by_model
 from measure.tables import NOTHING, Table
 from model import GPT
 from model.sampling import evaluating
@@ -108,11 +106,12 @@ class AnswerReport(Pages):
         results = [{key: value for key, value in one.items() if key != "key"} for one in self.results]
         return results[0] if len(results) == 1 else {"commands": [*self.commands], "results": results}
 
-    def write(self, folder: Path, html: bool = False) -> None:
+    def figures(self, html: bool) -> dict[str, plots.Plot]:
         caption = "Bars: 95 % interval over test strings; of several seeds, the lowest and highest."
-        made = {"extrapolation": plots.Plot([self._draw], caption)}
-        body = ["<h1>Exact match by length</h1>", figures(made), self.tables[0].html()] if html else None
-        self.write_files(folder, made, body)
+        return {"extrapolation": plots.Plot([self._draw], caption)}
+
+    def head(self) -> list[str]:
+        return ["<h1>Exact match by length</h1>"]
 
     def _draw(self, axes: Any) -> None:
         looks = plots.styles([(label, seeds[0]) for label, seeds in self.models])

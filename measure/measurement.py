@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from measure.passes import BATCH_TOKENS, plan_passes, score, token_bar
 from measure.statistics import ENOUGH_DOCUMENTS, estimate, exp
-from measure.windows import PROTOCOLS, Windows, cut, cut_by_position, widening_edges
+from measure.windows import PROTOCOLS, Windows, cut, plan_passes, score, targets_of, widening_edges
 from model import GPT
 from model.checks import check_whole
 from model.positions import PositionScheme
@@ -29,10 +28,11 @@ class Text:
     bytes_per_token: np.ndarray
     about: dict
 
-    def bytes_of(self, windows: Windows) -> np.ndarray:
-        """Bytes of each window's targets, int64 (windows,)."""
-        before = np.append(0, np.cumsum(self.bytes_per_token[self.tokens], dtype=np.int64))
-        return before[windows.spans[:, 2]] - before[windows.spans[:, 1]]
+    def by_document(self, targets: np.ndarray, *values: np.ndarray) -> list[np.ndarray]:
+        """Of each document that has any of these tokens (targets,) how many, their bytes, and the sums of values."""
+        document = np.unique(np.searchsorted(self.offsets, targets, side="right"), return_inverse=True)[1]
+        n_bytes = self.bytes_per_token[self.tokens[targets]]
+        return [np.bincount(document, weights=of) for of in (np.ones(len(targets)), n_bytes, *values)]
 
 
 @dataclass(frozen=True)
@@ -77,21 +77,22 @@ class Scoring:
         return np.array([[0, n_tokens]]), f"across the borders of {total} documents"
 
     def windows(self, text: Text, scheme: PositionScheme) -> dict[str, list[Windows]]:
-        """Of each protocol, a Windows per length, and by_position, a Windows per bin; split at documents' borders."""
+        """Of each protocol its lengths, each with its windows; by_position: the full windows of the longest."""
         pieces, _ = self.pieces(text)
         fitting, longest = [n for n in self.lengths if n <= (scheme.max_length or n)], max(self.lengths)
         parts = {
-            protocol: [cut(pieces, length, longest, protocol, self.stride, self.max_windows) for length in fitting]
+            protocol: [(n, cut(pieces, n, longest, protocol, self.stride, self.max_windows)) for n in fitting]
             for protocol in self.protocols
         }
         if self.by_position and fitting:
-            parts["by_position"] = cut_by_position(pieces, widening_edges(max(fitting)), self.max_windows)
-        return {name: [w.split(text.offsets) for w in windows] for name, windows in parts.items()}
+            spans = cut(pieces, max(fitting), max(fitting), "nonoverlapping", self.stride, self.max_windows)
+            parts["by_position"] = [(max(fitting), spans[spans[:, 2] - spans[:, 1] == max(fitting)])]
+        return parts
 
     def cost(self, text: Text, scheme: PositionScheme) -> int:
         """Tokens to pass for one model of this scheme."""
         windows = [w for part in self.windows(text, scheme).values() for w in part]
-        return int(plan_passes(windows, scheme)[0][:, 1].sum()) if windows else 0
+        return sum(size for _, _, size, _ in plan_passes(windows, scheme))
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,7 +111,7 @@ class Measurement:
     counts: np.ndarray
     n_bytes: np.ndarray
     limit: int | None = None
-    bins: Sequence[tuple[int, int, np.ndarray, np.ndarray]] = ()
+    bins: list[tuple[int, int, np.ndarray, np.ndarray]] = field(default_factory=list)
     probes: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -228,37 +229,31 @@ def _crossing(lengths: Sequence[int], values: Sequence[float], level: float) -> 
 
 
 def measure(
-    model: GPT,
-    text: Text,
-    scoring: Scoring,
-    about: dict,
-    progress: Callable[[int], None] | None = None,
-    ranks: Any = None,
+    model: GPT, text: Text, scoring: Scoring, about: dict, progress: Callable | None = None, ranks: Any = None
 ) -> list[Measurement]:
     """A measurement for each protocol; the first also has the loss by position. Autocast is the caller's.
 
     about: run (its name), seed, key (equal for models that differ in their seed only), and what else to say of the
     model. progress: called now and then with the tokens passed since. ranks: runs.processes.Ranks of a torchrun job.
     """
-    parts, c, offsets = scoring.windows(text, model.pos), model.config, text.offsets
+    parts, c = scoring.windows(text, model.pos), model.config
     every = [windows for part in parts.values() for windows in part]
     losses = iter(score(model, text.tokens, every, progress=progress, ranks=ranks))
-    sums = {name: [w.sums(next(losses), offsets) for w in part] for name, part in parts.items()}
     about = {"key": about["run"], "seed": 0, **about, **text.about, "documents": scoring.pieces(text)[1]}
     about |= {"pos": c.pos, "scaling": c.scaling, "train_length": c.train_length, "max_windows": scoring.max_windows}
-    positions, found = parts.pop("by_position", []), []
-    edges = pairwise(widening_edges(positions[0].length)) if positions else []
-    bins = [
-        (low, high, values[None], w.sums(w.counts, offsets))
-        for (low, high), w, values in zip(edges, positions, sums.get("by_position", []), strict=True)
-    ]
+    found, positions = [], parts.pop("by_position", [])
     for protocol, part in parts.items():
-        one = part[0] if part else Windows(0, np.zeros((0, 3), dtype=np.int64))  # no length is within the table
-        counts, n_bytes = (one.sums(of, offsets) for of in (one.counts, text.bytes_of(one)))
+        targets = targets_of(part[0][1]) if part else np.zeros(0, dtype=np.int64)  # no length is within the table
+        counts, n_bytes, *sums = text.by_document(targets, *(next(losses) for _ in part))
         used = about | {"protocol": protocol, "stride": scoring.stride if protocol == "sliding" else None}
-        of_length = {w.length: values[None] for w, values in zip(part, sums[protocol], strict=True)}
-        found.append(Measurement(used, scoring.lengths, of_length, counts, n_bytes, model.pos.max_length, bins))
-        bins = []  # of the first protocol only
+        of_length = {length: nll[None] for (length, _), nll in zip(part, sums, strict=True)}
+        found.append(Measurement(used, scoring.lengths, of_length, counts, n_bytes, model.pos.max_length))
+    for length, spans in positions:
+        targets, position, values = targets_of(spans), np.tile(np.arange(length), len(spans)), next(losses)
+        for low, high in pairwise(widening_edges(length)):
+            inside = (low <= position) & (position < high)
+            counts, _, nll = text.by_document(targets[inside], values[inside])
+            found[0].bins.append((low, high, nll[None], counts))
     return found
 
 
@@ -270,17 +265,14 @@ def evaluate_lengths(
     stride: int = 64,
     max_windows: int | None = None,
     bytes_per_token: np.ndarray | None = None,
-    batch_tokens: int = BATCH_TOKENS,
-    progress: bool = False,
     documents: torch.Tensor | np.ndarray | None = None,
 ) -> list[dict]:
     """Mean loss of a text at each context length. Runs under whatever autocast is on; dropout is off.
 
     tokens: integers, 1-D. stride: sliding only, targets scored per window, each with length - stride + 1 to length
     tokens of context. max_windows: of the longest length at most so many, spread over the text. bytes_per_token:
-    (vocab_size,), for bits_per_byte. batch_tokens changes speed and memory, not results. documents: integers
-    (documents + 1,), where each begins, and the end: no window crosses a border, and only documents that hold the
-    longest window are scored.
+    (vocab_size,), for bits_per_byte. documents: integers (documents + 1,), where each begins, and the end: no window
+    crosses a border, and only documents that hold the longest window are scored.
 
     Returns one dict per length: length; nll, nats per token, the sum of all losses over their count; perplexity; stderr
     and the 95 % interval from low to high of nll, over windows or, where given, documents, None for a single one;
@@ -297,12 +289,11 @@ def evaluate_lengths(
     text, within = Text(tokens, offsets, sizes, {}), "across" if documents is None else "within"
     scoring = Scoring(tuple(np.asarray(lengths).tolist()), (protocol,), stride, max_windows, within)
     windows = scoring.windows(text, model.pos)[protocol]
-    with token_bar(scoring.cost(text, model.pos), progress) as bar:
-        losses = score(model, tokens, windows, batch_tokens, bar.update)
     rows = dict.fromkeys(scoring.lengths, past_table(model.pos.max_length))
-    borders = None if documents is None else offsets
-    for w, values in zip(windows, losses, strict=True):
-        rows[w.length] = row_of(*(w.sums(of, borders) for of in (values, w.counts, text.bytes_of(w))), least=2)
+    for (length, spans), nll in zip(windows, score(model, tokens, windows), strict=True):
+        over = replace(text, offsets=spans[:, 1]) if documents is None else text  # windows or documents
+        counts, n_bytes, nll = over.by_document(targets_of(spans), nll)
+        rows[length] = row_of(nll, counts, n_bytes, least=2)
     return [{"length": length, **row} for length, row in rows.items()]
 
 

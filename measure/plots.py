@@ -77,11 +77,11 @@ def literal(label: str) -> str:
 
 
 def draw_curves(
-    axes: Any, models: Sequence[Measurement], points: dict[str, list[tuple]], looks: dict, ticks: Sequence[int]
+    axes: Any, models: Sequence[Measurement], points: dict[str, list[tuple]], looks: dict, ticks: Sequence[int], **words
 ) -> None:
     """A curve per model over tokens (log₂) with its band, a line at each training length, a cross where a table ends.
 
-    points: of each label x, value (None past a table) and standard error or None.
+    points: of each label x, value (None past a table) and standard error or None. words: title and labels.
     """
     for model in models:
         look, label = looks[model.label], model.label
@@ -106,26 +106,25 @@ def draw_curves(
     axes.set_xticks(ticks, [str(tick) for tick in ticks], rotation=45 if len(ticks) > 6 else 0)
     axes.minorticks_off()
     axes.grid(alpha=0.25)
+    axes.set(**{"xlabel": "tokens of context", "ylabel": "nats per token", **words})
 
 
 def plot_lengths(protocols: dict[str, list[Measurement]], metric: str, looks: dict[str, dict]) -> Plot:
     """A panel per protocol: perplexity or bits per byte over the length."""
     from matplotlib import ticker
 
-    def panel(axes: Any, protocol: str) -> None:
-        models = protocols[protocol]
+    def panel(axes: Any, protocol: str, models: list[Measurement]) -> None:
         points = {model.label: [(row["length"], *of_metric(row, metric)) for row in model.rows] for model in models}
-        draw_curves(axes, models, points, looks, models[0].lengths)
+        words = {"title": f"{protocol} windows", "ylabel": f"validation {metric.replace('_', ' ')}"}
+        draw_curves(axes, models, points, looks, models[0].lengths, **words)
         values = [value for of_model in points.values() for _, value, _ in of_model if value and value < math.inf]
         if values and max(values) > 3 * min(values):
             axes.set_yscale("log")
             axes.yaxis.set_minor_formatter(ticker.NullFormatter())
             axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
             axes.yaxis.set_major_formatter(ticker.FormatStrFormatter("%g"))
-        name = metric.replace("_", " ")
-        axes.set(title=f"{protocol} windows", xlabel="tokens of context", ylabel=f"validation {name}")
 
-    return Plot([partial(panel, protocol=protocol) for protocol in protocols], BANDS)
+    return Plot([partial(panel, protocol=name, models=models) for name, models in protocols.items()], BANDS)
 
 
 def plot_positions(models: Sequence[Measurement], looks: dict[str, dict]) -> Plot:
@@ -133,30 +132,25 @@ def plot_positions(models: Sequence[Measurement], looks: dict[str, dict]) -> Plo
 
     Models whose table is shorter are measured in other windows, so their losses cannot be compared with the others'.
     """
-
-    def panel(axes: Any, length: int) -> None:
+    panels = []
+    for length in sorted({model.bins[-1][1] for model in models if model.bins}, reverse=True):
         same, points = [model for model in models if model.bins and model.bins[-1][1] == length], {}
         for model in same:  # x in tokens of context: positions + 1
             rows = model.by_position
             points[model.label] = [((row["from"] + row["to"] + 1) / 2, row["nll"], row["stderr"]) for row in rows]
-        draw_curves(axes, same, points, looks, [2**k for k in range(length.bit_length())])
-        axes.set(title=f"loss by position in windows of {length}", xlabel="tokens of context", ylabel="nats per token")
-
-    lengths = sorted({model.bins[-1][1] for model in models if model.bins}, reverse=True)
-    return Plot([partial(panel, length=length) for length in lengths], BANDS)
+        known = {"models": same, "points": points, "ticks": [2**k for k in range(length.bit_length())]}
+        panels.append(partial(draw_curves, **known, looks=looks, title=f"loss by position in windows of {length}"))
+    return Plot(panels, BANDS)
 
 
 def plot_recall(models: Sequence[Measurement], looks: dict[str, dict]) -> Plot:
     """What the first copy of a random string gains (measure.probes.recall), over the distance."""
-
-    def panel(axes: Any) -> None:
-        keys = ("distance", "gain", "gain_stderr")
-        points = {model.label: [tuple(row[key] for key in keys) for row in model.probes["recall"]] for model in models}
-        draw_curves(axes, models, points, looks, sorted({x for of_model in points.values() for x, _, _ in of_model}))
-        title = "recall: what the first copy of a random string gains"
-        axes.set(title=title, xlabel="tokens from copy to copy", ylabel="nats per token")
-
-    return Plot([panel], "Bands are ± one standard error, over trials or seeds.")
+    keys = ("distance", "gain", "gain_stderr")
+    points = {model.label: [tuple(row[key] for key in keys) for row in model.probes["recall"]] for model in models}
+    known = {"models": models, "points": points, "ticks": sorted({at[0] for line in points.values() for at in line})}
+    words = {"title": "recall: what the first copy of a random string gains", "xlabel": "tokens from copy to copy"}
+    caption = "Bands are ± one standard error, over trials or seeds."
+    return Plot([partial(draw_curves, **known, looks=looks, **words)], caption)
 
 
 def plot_attention(models: Sequence[Measurement]) -> Plot:

@@ -1,22 +1,18 @@
 """What perplexity does not show of a trained model past its training length: three probes of a text's tokens (1-D)."""
 
-from itertools import pairwise
+from contextlib import ExitStack
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from measure.measurement import token_array
-from measure.passes import BATCH_TOKENS
 from measure.statistics import standard_error
-from measure.windows import widening_edges
+from measure.windows import BATCH_TOKENS, widening_edges
 from model import GPT
 from model.attention import View, attention_weights
 from model.gpt import Attention
 from model.sampling import evaluating
-
-# The largest block of attention weights that is formed at once, in numbers: 32 MiB of float32.
-BLOCK = 2**23
 
 
 def recall(
@@ -28,32 +24,26 @@ def recall(
 
     Returns one dict per distance: distance; nll, nats per token on the second copy without its first token;
     control_nll, the same in the control; gain, control_nll - nll; stderr and gain_stderr, standard errors over trials
-    (None for one trial). Past a learned table these are None, with a note. Raises ValueError for settings that do not
-    fit.
+    (None for one trial). Distances end with a learned table. Raises ValueError for settings that do not fit.
     """
-    tokens = token_array(tokens)
+    tokens, longest = token_array(tokens), min(longest, model.pos.max_length or longest)
     fed = string_length - 1  # tokens of the second copy that are inputs
     distances = [2**k for k in range(fed.bit_length(), longest.bit_length()) if 2**k + fed <= longest]
     if not distances:
         least = 2 ** fed.bit_length() + fed
         raise ValueError(f"longest={longest}: must be at least {least} for string_length={string_length}")
-    limit = model.pos.max_length
-    fitting = [distance for distance in distances if limit is None or distance + fed <= limit]
     strings, others = np.random.default_rng(seed).choice(np.unique(tokens), (2, trials, string_length))
-    text = _windows(tokens, max(fitting, default=string_length) - string_length, trials, distinct=False)
+    text = _windows(tokens, distances[-1] - string_length, trials, distinct=False)
     rows = []
     for distance in distances:
-        rows.append({"distance": distance, **dict.fromkeys(("nll", "stderr", "control_nll", "gain", "gain_stderr"))})
-        if distance not in fitting:
-            rows[-1]["note"] = f"table ends at {limit}"
-            continue
         between = text[:, : distance - string_length]
         ids = np.concatenate([np.hstack((start, between, strings)) for start in (strings, others)])
         with torch.inference_mode(), evaluating(model):
             losses = _losses(model, ids, first_scored=distance)
         nll, control = losses.mean(axis=1).reshape(2, trials)
-        rows[-1] |= {"nll": float(nll.mean()), "stderr": standard_error(nll), "control_nll": float(control.mean())}
-        rows[-1] |= {"gain": float((control - nll).mean()), "gain_stderr": standard_error(control - nll)}
+        row = {"distance": distance, "nll": float(nll.mean()), "stderr": standard_error(nll)}
+        gain = {"gain": float((control - nll).mean()), "gain_stderr": standard_error(control - nll)}
+        rows.append(row | {"control_nll": float(control.mean())} | gain)
     return rows
 
 
@@ -66,7 +56,7 @@ def shift(model: GPT, tokens: Tensor | np.ndarray, windows: int = 32) -> list[di
 
     Returns one dict per shift: shift; length; nll, nats per token; difference, of nll to that at shift 0; stderr, the
     standard error of difference over windows (None for one window); mean_change and max_change, mean and maximum over
-    tokens of |loss - loss at shift 0|. Past a learned table all but the first two are None, with a note.
+    tokens of |loss - loss at shift 0|. Shifts end with a learned table.
     """
     train_length, limit = model.config.train_length, model.pos.max_length
     near = min(64, train_length // 4)
@@ -75,16 +65,13 @@ def shift(model: GPT, tokens: Tensor | np.ndarray, windows: int = 32) -> list[di
     with torch.inference_mode(), evaluating(model), torch.autocast(model.embedding.weight.device.type, enabled=False):
         base = _losses(model, ids)
         for first in sorted({0, near, train_length, 8 * train_length}):
-            values = ("nll", "difference", "stderr", "mean_change", "max_change")
-            rows.append({"shift": first, "length": length, **dict.fromkeys(values)})
-            if limit is not None and first + length > limit:
-                rows[-1]["note"] = f"table ends at {limit}"
-                continue
-            losses = _losses(model, ids, positions=first + torch.arange(length))
-            change = losses - base
-            rows[-1] |= {"nll": float(losses.mean()), "difference": float(change.mean())}
-            rows[-1] |= {"stderr": standard_error(change.mean(axis=1))}
-            rows[-1] |= {"mean_change": float(abs(change).mean()), "max_change": float(abs(change).max())}
+            if limit is None or first + length <= limit:
+                losses = _losses(model, ids, positions=first + torch.arange(length))
+                change = losses - base
+                row = {"shift": first, "length": length, "nll": float(losses.mean())}
+                row |= {"difference": float(change.mean()), "stderr": standard_error(change.mean(axis=1))}
+                row |= {"mean_change": float(abs(change).mean()), "max_change": float(abs(change).max())}
+                rows.append(row)
     return rows
 
 
@@ -98,42 +85,26 @@ def attention_by_distance(model: GPT, tokens: Tensor | np.ndarray, length: int, 
     if model.config.attention == "linear":
         raise ValueError("model.attention=linear: has no attention weights to look at, only softmax has")
     length = min(length, model.pos.max_length or length)
-    edges, c = widening_edges(length), model.config
-    device = next(model.parameters()).device
-    bin_of = torch.from_numpy(np.repeat(np.arange(len(edges) - 1), np.diff(edges))).to(device)  # (length,)
+    edges, c, device = widening_edges(length), model.config, next(model.parameters()).device
+    distances = torch.arange(length)[:, None] - torch.arange(length)
+    bin_of = torch.bucketize(distances.clamp(min=0), torch.tensor(edges[1:]), right=True).flatten()
     sums = torch.zeros(c.n_layer, c.n_head, len(edges) - 1, dtype=torch.float64)
     ids = _windows(token_array(tokens), length, windows)
 
     def add(module: Attention, inputs: tuple[Tensor, View]) -> None:
-        sums[module.layer] += _summed_weights(module, *inputs, bin_of, len(edges) - 1)
+        q, k, _ = module.heads(*inputs)
+        k = k.repeat_interleave(module.n_head // module.n_kv_head, dim=1)
+        weights = attention_weights(q, k, module.view(inputs[1]))[0]  # (H, T, T), 0 at later keys
+        sums[module.layer].index_add_(1, bin_of, weights.flatten(1).cpu().double())
 
-    hooks = [block.attention.register_forward_pre_hook(add) for block in model.blocks]
-    try:
-        with torch.inference_mode(), evaluating(model), torch.autocast(device.type, enabled=False):
-            for window in torch.from_numpy(ids):
-                model(window[None].to(device), targets=torch.full((1, length), -100, device=device))  # no logits needed
-    finally:
-        for hook in hooks:
-            hook.remove()
-    pairs = torch.tensor([sum(length - d for d in range(*ends)) for ends in pairwise(edges)])
+    with ExitStack() as hooks, torch.inference_mode(), evaluating(model), torch.autocast(device.type, enabled=False):
+        for block in model.blocks:
+            hooks.enter_context(block.attention.register_forward_pre_hook(add))
+        for window in torch.from_numpy(ids):
+            model(window[None].to(device), targets=torch.full((1, length), -100, device=device))  # no logits needed
+    pairs = bin_of[(distances >= 0).flatten()].bincount()
     weights = (sums / (len(ids) * pairs)).tolist()
     return {"edges": edges, "weights": weights, "windows": len(ids), "length": length}
-
-
-def _summed_weights(module: Attention, x: Tensor, p: View, bin_of: Tensor, bins: int) -> Tensor:
-    """One layer's attention weights, summed over queries and the keys of a bin: float64 (H, bins) on the CPU."""
-    T, H = x.shape[1], module.n_head
-    q, k, _ = module.heads(x, p)
-    k = k.repeat_interleave(H // module.n_kv_head, dim=1)
-    sums, rows = torch.zeros(H, bins, dtype=torch.float64), max(16, BLOCK // (H * T))
-    for start in range(0, T, rows):
-        at, seen = p.positions[start : start + rows], p.key_positions[: start + rows]
-        view = module.view(p._replace(positions=at, key_positions=seen))
-        weights = attention_weights(q[:, :, start : start + rows], k[:, :, : start + rows], view)[0]
-        index = bin_of[(at[:, None] - seen).clamp(min=0)].expand_as(weights)  # later keys add 0 to any bin
-        by_query = weights.new_zeros(*weights.shape[:2], bins).scatter_add_(-1, index, weights)
-        sums += by_query.cpu().double().sum(dim=1)
-    return sums
 
 
 def _windows(tokens: np.ndarray, size: int, count: int, distinct: bool = True) -> np.ndarray:

@@ -2,6 +2,7 @@
 
 import base64
 import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -10,40 +11,121 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
+import numpy as np
+
 from measure import plots, tables
-from measure.groups import grouped, scaling_words
 from measure.measurement import Measurement
-from measure.statistics import finite
+from measure.plots import Plot
+from measure.statistics import standard_error
 from measure.tables import Table
 from model.checkpoint import write_text
+from model.checks import lookup
+from model.scaling import SCALINGS
 
+SEED = r"[_\- ]*seed[_\-= ]*\d+"  # in a run's name
 PLOTS = {"extrapolation", "by_position", "recall", "attention"}
+FIGURE = '<figure><img alt="{}" src="data:image/svg+xml;base64,{}"><figcaption>{}</figcaption></figure>'
 PAGE = Template((Path(__file__).parent / "page.html").read_text(encoding="utf-8"))
 
 
-class Pages:
-    """What is written of a report, which has tables, commands and a document."""
+def labels_of(runs: Sequence[dict]) -> dict[str, str]:
+    """A label for each key: the run's name, without its seed where several names share the key; with the folder where
+    another key has that label. runs: dicts with key, run (a name) and folder."""
+    labels: dict[str, str] = {}
+    for one in runs:
+        if one["key"] not in labels:
+            several = len({other["run"] for other in runs if other["key"] == one["key"]}) > 1
+            label = (several and re.sub(SEED, "", one["run"])) or one["run"]
+            labels[one["key"]] = f"{label} ({one.get('folder')})" if label in labels.values() else label
+    return labels
 
-    probed: Sequence[Table] = ()  # under a head of their own
+
+def by_model(found: Sequence[Any], about: Callable[[Any], dict]) -> list[tuple[str, list]]:
+    """Label and seeds of each model under each protocol, in the order they come. about: run, key, protocol of each."""
+    labels, groups = labels_of([about(one) for one in found]), {}
+    for one in found:
+        groups.setdefault((about(one)["protocol"], about(one)["key"]), []).append(one)
+    return [(labels[key], seeds) for (_, key), seeds in groups.items()]
+
+
+def grouped(measurements: Sequence[Measurement]) -> list[Measurement]:
+    """Seeds of one model as one measurement, protocol by protocol, in the order they come."""
+    return [_together(label, seeds) for label, seeds in by_model(measurements, lambda one: one.about)]
+
+
+def _together(label: str, seeds: list[Measurement]) -> Measurement:
+    first, names = seeds[0], [one.label for one in seeds]
+    about = first.about | {"run": label, "runs": names, "seeds": [seed for one in seeds for seed in one.seeds]}
+    losses = {length: np.concatenate([one.losses[length] for one in seeds]) for length in first.losses}
+    bins = [
+        (low, high, np.concatenate([one.bins[i][2] for one in seeds]), counts)
+        for i, (low, high, _, counts) in enumerate(first.bins)
+    ]
+    shown = {"recall", "shift"} & first.probes.keys()
+    probes = {name: _averaged([one.probes[name] for one in seeds]) for name in shown}
+    return replace(first, about=about, losses=losses, bins=bins, probes=probes)
+
+
+def _averaged(of_seeds: list[list[dict]]) -> list[dict]:
+    """A probe's rows, what is shown of them averaged over seeds; with several seeds errors are those over them."""
+    rows = [dict(row) for row in of_seeds[0]]
+    for row, *same in zip(rows, *of_seeds, strict=True):
+        for key in {"gain", "difference", "mean_change"} & row.keys() if len(same) > 1 else ():
+            values = np.array([one[key] for one in same])
+            row |= {key: float(values.mean()), f"{key}_stderr": standard_error(values)}
+    return rows
+
+
+def scaling_words(scaling: dict | None, before: str = " ") -> str:
+    """Its name, and what is not as by default: ` yarn 4.0 beta_fast=8`, with `before` before each; none for None."""
+    if scaling is None:
+        return ""
+    name, known = lookup("scaling", {"none": lambda: None, **SCALINGS}, scaling)
+    others = {key: value for key, value in scaling.items() if key != "name" and value != known[key]}
+    words = [name, *(str(value) if key == "factor" else f"{key}={value}"[:24] for key, value in others.items())]
+    return "".join(before + word for word in words)
+
+
+def seedless(settings: dict) -> str:
+    """What must be equal for two runs to be seeds of one configuration; settings: a run's, as plain values."""
+    left_out = {"seed", "name", "wandb", "device", "resume", "sharding", "preset", "val"}
+    kept = {key: value for key, value in settings.items() if key not in left_out}
+    # Each seed may start from its own: their folders differ in the seed, and in the time before their names.
+    kept["init_from"] = re.sub(rf"{SEED}|\d{{4}}-\d\d-\d\d_\d\d-\d\d-\d\d_", "", str(settings.get("init_from")))
+    kept["data"] = {key: value for key, value in settings["data"].items() if key != "cache"}
+    said_only = ("eval_every", "checkpoint_every", "log_every", "keep", "micro_batch_size")
+    kept["train"] = {key: value for key, value in settings["train"].items() if key not in said_only}
+    return json.dumps(kept, sort_keys=True, default=str)
+
+
+class Pages:
+    """What is written of a report, which has tables, figures, the head of a page, commands and a document."""
 
     def text(self) -> str:
-        return "\n\n".join(table.text() for table in (*self.tables, *self.probed))
+        return "\n\n".join(table.text() for table in self.tables)
 
-    def write_files(self, folder: Path, made: dict[str, plots.Plot], body: list[str] | None) -> None:
-        """extrapolation.json, plots as PNG; with the parts of a page's body also SVG, tables.md and report.html."""
+    def write(self, folder: Path, html: bool = False) -> None:
+        """extrapolation.json and its plot as PNG; html: all plots, also as SVG, tables.md and report.html."""
+        made = self.figures(html)
         folder.mkdir(parents=True, exist_ok=True)
         for stem, plot in made.items():
-            for ending in (".png",) if body is None else (".png", ".svg"):
+            for ending in (".png", ".svg") if html else (".png",):
                 plot.save(folder / f"{stem}{ending}")
-        if body is not None:
+        if html:
             for stem in PLOTS - made.keys() if (folder / "report.html").exists() else ():  # of an earlier measurement
                 for ending in (".png", ".svg"):
                     (folder / f"{stem}{ending}").unlink(missing_ok=True)
-            write_text(folder / "tables.md", "\n".join(table.markdown() for table in (*self.tables, *self.probed)))
-            words = {"body": "\n".join(body), "commands": escape("\n".join(self.commands))}
-            write_text(folder / "report.html", PAGE.substitute(words))
-        # The last of all: where it is, the others are.
-        write_text(folder / "extrapolation.json", json.dumps(finite(self.document()), indent=1) + "\n")
+            write_text(folder / "tables.md", "\n".join(table.markdown() for table in self.tables))
+            # Panel by panel, so that they stand side by side where there is room.
+            panels = [(stem, Plot([panel], plot.caption)) for stem, plot in made.items() for panel in plot.panels]
+            images = [(stem, base64.b64encode(one.draw("svg")).decode(), one.caption) for stem, one in panels]
+            shown = ["<div class=plots>", *(FIGURE.format(*image) for image in images), "</div>"]
+            body = "\n".join([*self.head(), *shown, *(table.html() for table in self.tables)])
+            page = PAGE.substitute(body=body, commands=escape("\n".join(self.commands)))
+            write_text(folder / "report.html", page)
+        # The last of all: where it is, the others are. JSON has no NaN and no infinity: null stands for both.
+        plain = json.loads(json.dumps(self.document()), parse_constant=lambda _: None)
+        write_text(folder / "extrapolation.json", json.dumps(plain, indent=1) + "\n")
 
 
 @dataclass
@@ -63,33 +145,25 @@ class Report(Pages):
         self.groups = [model for models in self.protocols.values() for model in models]
         self.alike = len({model.about["tokenizer"] for model in self.groups}) == 1  # else bits per byte only
         self.metric = "perplexity" if self.alike else "bits_per_byte"
-
-    @property
-    def results(self) -> list[dict]:
-        return [measurement.result for measurement in self.measurements]
+        self.results = [measurement.result for measurement in self.measurements]
 
     @cached_property
     def tables(self) -> list[Table]:
-        """Those that have anything to say, protocol by protocol."""
+        """Those that have anything to say: protocol by protocol, then the probes'."""
         made = []
         for protocol, models in self.protocols.items():
+            if len(models) == len(models[0].seeds) == 1:
+                found = [tables.one_model(models[0])]
+            else:
+                found = [tables.by_length(models, "perplexity")] if self.alike else []
+                found += [tables.by_length(models, "bits_per_byte"), tables.against_train_length(models)]
+                found += [tables.against(models, self._reference(models))]
             texts = dict.fromkeys(model.about["fingerprint"][:8] for model in models)
             scored = dict.fromkeys(f"{model.counts.sum():,.0f}" for model in models)
             what = f"{protocol} windows, text {' or '.join(texts)}, {' or '.join(scored)} tokens scored"
-            made += [replace(t, title=": ".join(filter(None, (what, t.title)))) for t in self._of_protocol(models)]
-        return [table for table in made if table.rows]
-
-    def _of_protocol(self, models: list[Measurement]) -> list[Table]:
-        if len(models) == len(models[0].seeds) == 1:
-            return [tables.one_model(models[0])]
-        made = [tables.by_length(models, "perplexity")] if self.alike else []
-        made += [tables.by_length(models, "bits_per_byte"), tables.against_train_length(models)]
-        return [*made, tables.against(models, self._reference(models))]
-
-    @cached_property
-    def probed(self) -> list[Table]:
-        """The probes' tables; losses per token of different tokenizers do not stand side by side."""
-        made = [tables.of_probe(self.groups, probe) for probe in tables.PROBES if self.alike]
+            made += [replace(t, title=": ".join(filter(None, (what, t.title)))) for t in found]
+        # Losses per token of different tokenizers do not stand side by side.
+        made += [tables.of_probe(self.groups, probe) for probe in tables.PROBES if self.alike]
         return [table for table in made if table.rows]
 
     def _reference(self, models: list[Measurement]) -> Measurement:
@@ -101,11 +175,10 @@ class Report(Pages):
         found = []
         for protocol, models in self.protocols.items():
             first = self._reference(models)
-            pairs = [
-                (model, n, model.against(first, n)) for model in models if model is not first for n in model.lengths
-            ]
-            names = {"protocol": protocol, "reference": first.label}
-            found += [{**names, "model": model.label, "length": n, **pair} for model, n, pair in pairs if pair]
+            for model in models:
+                pairs = {n: model.against(first, n) for n in model.lengths if model is not first}
+                names = {"protocol": protocol, "reference": first.label, "model": model.label}
+                found += [{**names, "length": n, **pair} for n, pair in pairs.items() if pair]
         return found
 
     def document(self) -> dict:
@@ -120,20 +193,20 @@ class Report(Pages):
         about = {"commands": list(self.commands), "notes": list(self.notes), "skipped": list(self.skipped)}
         return {**about, "results": self.results, "groups": groups, "paired": self.paired}
 
-    def write(self, folder: Path, html: bool = False) -> None:
-        looks, probes = plots.styles([(model.label, model.about) for model in self.groups]), {}
-        curves = {"extrapolation": plots.plot_lengths(self.protocols, self.metric, looks)}
+    def figures(self, html: bool) -> dict[str, Plot]:
+        looks = plots.styles([(model.label, model.about) for model in self.groups])
+        made = {"extrapolation": plots.plot_lengths(self.protocols, self.metric, looks)}
         if html and self.alike:
             if any(model.bins for model in self.groups):
-                curves["by_position"] = plots.plot_positions(self.groups, looks)
+                made["by_position"] = plots.plot_positions(self.groups, looks)
             if recalled := [model for model in self.groups if "recall" in model.probes]:
-                probes["recall"] = plots.plot_recall(recalled, looks)
+                made["recall"] = plots.plot_recall(recalled, looks)
         if html and (attentive := [one for one in self.measurements if "attention" in one.probes]):
-            probes["attention"] = plots.plot_attention(attentive)
-        self.write_files(folder, curves | probes, self._body(curves, probes) if html else None)
+            made["attention"] = plots.plot_attention(attentive)
+        return made
 
-    def _body(self, curves: dict[str, plots.Plot], probes: dict[str, plots.Plot]) -> list[str]:
-        """A sentence per model, the curves, the tables, the probes."""
+    def head(self) -> list[str]:
+        """A sentence per model, and what was measured."""
         first = self.measurements[0].about
         models = [model for model in next(iter(self.protocols.values())) if not model.about.get("truncated")]
         text = ", ".join(filter(None, [first["corpus"], first["documents"], coverage(first)]))
@@ -141,19 +214,7 @@ class Report(Pages):
         told = [f"What: {of}; {tables.INTERVAL}; {first.get('precision')}. Text: {text}.", *self.notes]
         told += [f"left out: {reason}" for reason in self.skipped]
         parts = ["<h1>Length extrapolation</h1>\n<ul>", *(f"<li>{escape(tables.sentence(one))}</li>" for one in models)]
-        parts += ["</ul>", *(f"<p>{escape(words)}</p>" for words in told), figures(curves)]
-        parts += [table.html() for table in self.tables]
-        if self.probed or probes:
-            parts += ["<h2>Probes</h2>", figures(probes), *(table.html() for table in self.probed)]
-        return parts
-
-
-def figures(made: dict[str, plots.Plot]) -> str:
-    """Panel by panel, so that they stand side by side where there is room."""
-    image = '<figure><img alt="{}" src="data:image/svg+xml;base64,{}"><figcaption>{}</figcaption></figure>'
-    panels = [(name, plots.Plot([panel], plot.caption)) for name, plot in made.items() for panel in plot.panels]
-    shown = [image.format(name, base64.b64encode(one.draw("svg")).decode(), one.caption) for name, one in panels]
-    return "\n".join(["<div class=plots>", *shown, "</div>"])
+        return [*parts, "</ul>", *(f"<p>{escape(words)}</p>" for words in told)]
 
 
 def coverage(about: dict) -> str:
@@ -188,8 +249,9 @@ def log_curve(rows: Sequence[dict], prefix: str, record: Callable[[dict], None],
     for row in rows:
         metric, at = ("exact_match", row["range"]) if "range" in row else ("perplexity", row["length"])
         if row[metric] is not None:
-            keys = [key for key in ("nll", "perplexity", "stderr", "bits_per_byte", "exact_match") if key in row]
-            record({"extrapolation/length": row.get("to", at), **{f"{prefix}/{key}": row[key] for key in keys}})
+            keys = ("nll", "perplexity", "stderr", "bits_per_byte", "exact_match")
+            values = {f"{prefix}/{key}": row[key] for key in keys if row.get(key) is not None}
+            record({"extrapolation/length": row.get("to", at), **values})
             wandb_run.summary.update({f"{prefix}/{metric}_{at}": row[metric]})
 
 
@@ -197,23 +259,18 @@ def log_measurements(found: Sequence[Measurement], report: Report, wandb_run: An
     """Curves by length and by position, probes, the usable length, and the table of paired differences."""
     import wandb  # it is the caller's: wandb_run is a run of it
 
-    first = found[0]
-    stretched = scaling_words(first.about["scaling"], "_")
-
-    def record(row: dict) -> None:
-        wandb_run.log({key: value for key, value in row.items() if value is not None})  # wandb shows None as a value
-
+    first, stretched = found[0], scaling_words(found[0].about["scaling"], "_")
     for measurement in found:
         prefix = f"extrapolation/{measurement.about['protocol']}{stretched}"
-        log_curve(measurement.rows, prefix, record, wandb_run)
+        log_curve(measurement.rows, prefix, wandb_run.log, wandb_run)
         if usable := measurement.usable_length():
             wandb_run.summary.update({f"{prefix}/usable_length": usable["value"]})
     for row in first.by_position:
-        values = {f"by_position/{key}{stretched}": row[key] for key in ("nll", "stderr")}
-        record({"by_position/position": row["to"], **values})
+        values = {f"by_position/{key}{stretched}": row[key] for key in ("nll", "stderr") if row[key] is not None}
+        wandb_run.log({"by_position/position": row["to"], **values})
     for row in first.probes.get("recall", ()):
         values = {f"recall/{key}{stretched}": row[key] for key in ("nll", "control_nll", "gain")}
-        record({"recall/distance": row["distance"], **values})
+        wandb_run.log({"recall/distance": row["distance"], **values})
     for row in first.probes.get("shift", ()):
         wandb_run.summary.update({f"shift/mean_change_{row['shift']}{stretched}": row["mean_change"]})
     columns = ["protocol", "model", "reference", "length", "difference", "low", "high", "documents"]

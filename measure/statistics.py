@@ -1,7 +1,6 @@
 """Means of token losses with their errors. Sums over counts, never means of means; documents are what is resampled."""
 
 import math
-from typing import Any
 
 import numpy as np
 
@@ -77,12 +76,3 @@ def t_quantile(freedom: float) -> float:
 def exp(nll: float) -> float:
     """Perplexity of a mean loss in nats; infinite where a float cannot hold it."""
     return math.inf if nll >= 700 else math.exp(nll)
-
-
-def finite(value: Any) -> Any:
-    """JSON has no NaN and no infinity: None stands for both."""
-    if isinstance(value, dict):
-        return {key: finite(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

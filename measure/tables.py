@@ -67,9 +67,10 @@ def digits(value: float, error: float | None, show_error: bool = True) -> str:
     return f"{text} ± {error:{form}}" if show_error and form != "#.4g" else text
 
 
-def with_error(row: dict) -> str:
-    """A row of a measurement: perplexity ± its standard error, or where a table ends."""
-    return row["note"] if row["nll"] is None else digits(*of_metric(row, "perplexity"))
+def with_error(row: dict, metric: str = "perplexity", show_error: bool = True) -> str:
+    """A row of a measurement: perplexity or bits_per_byte ± its standard error; NOTHING past the end of a table."""
+    value, error = of_metric(row, metric)
+    return NOTHING if value is None else digits(value, error, show_error)
 
 
 def with_interval(value: float, low: float | None, high: float | None) -> str:
@@ -121,11 +122,6 @@ def sentence(model: Measurement) -> str:
     return f"{words}; at {at}, {ratio(model.over_train_length(at))} times its perplexity at {base}" if past else words
 
 
-def _value(model: Measurement, length: int, metric: str, show_error: bool = True) -> str:
-    value, error = of_metric(model.row(length), metric)
-    return NOTHING if value is None else digits(value, error, show_error)
-
-
 def _over_train_length(model: Measurement, length: int) -> str:
     return "1" if length == model.about["train_length"] else ratio(model.over_train_length(length))
 
@@ -142,10 +138,9 @@ def _errors(models: Sequence[Measurement], meanings: str) -> str:
 def one_model(model: Measurement) -> Table:
     """A line per length: perplexity, bits per byte, and the ratio to the perplexity at the training length."""
     lines = []
-    for n in model.lengths:
-        cells = [_value(model, n, "perplexity"), _value(model, n, "bits_per_byte", show_error=False)]
-        cells = [*cells, _over_train_length(model, n)] if n in model.losses else [model.row(n)["note"], "", ""]
-        lines.append([str(n), *cells])
+    for row in model.rows:
+        cells = [with_error(row), with_error(row, "bits_per_byte", False), _over_train_length(model, row["length"])]
+        lines.append([str(row["length"]), *([row["note"], "", ""] if "note" in row else cells)])
     header = ["length", "perplexity", "bits/byte", f"÷ at {model.about['train_length']}"]
     return Table("", header, lines, f"{_errors([model], f'{PLUS_MINUS}, {INTERVAL}')}\n{sentence(model)}")
 
@@ -155,7 +150,7 @@ def by_length(models: Sequence[Measurement], metric: str) -> Table:
     ended = {f"{m.label}: {m.row(n)['note']}": None for m in models for n in m.lengths if n not in m.losses}
     usable_is = f"usable: within {WITHIN} of the perplexity at the training length"
     note = "; ".join([_errors(models, f"{PLUS_MINUS}, {INTERVAL}"), usable_is, *ended])
-    table = _over_lengths(metric.replace("_", " "), models, lambda model, n: _value(model, n, metric), note)
+    table = _over_lengths(metric.replace("_", " "), models, lambda model, n: with_error(model.row(n), metric), note)
     lengths = {m.label: usable(None if m.about.get("truncated") else m.usable_length()) for m in models}
     return Table(table.title, [*table.header, "usable"], [[*row, lengths[row[0]]] for row in table.rows], note)
 
@@ -193,29 +188,22 @@ def _over_lengths(title: str, models: Sequence[Measurement], cell: Callable, not
     return Table(title, ["model", *about, *map(str, lengths)], lines, note)
 
 
-PROBES = {  # x, what stands in a cell, title and note
-    "recall": (
-        "distance",
-        lambda row: digits(row["gain"], row["gain_stderr"]),
-        "recall: nats per token that a first copy of a random string gains, by tokens from copy to copy",
-        f"{PLUS_MINUS}, over trials or seeds",
-    ),
-    "shift": (
-        "shift",
-        lambda row: f"{row['difference']:+.2g} ({row['mean_change']:.1g})",
-        "shift test: change of the loss when all positions are moved, nats per token (mean size for a single token)",
-        "",
-    ),
+PROBES = {  # x and title
+    "recall": ("distance", "recall: nats per token that a first copy of a random string gains, by tokens between"),
+    "shift": ("shift", "shift test: change of the loss at other positions, nats per token (mean size for a token)"),
 }
 
 
 def of_probe(models: Sequence[Measurement], probe: str) -> Table:
     """A line per model that has the probe, a column an x other than 0; nothing stands past a table."""
-    x, cell, title, note = PROBES[probe]
+    (x, title), lines = PROBES[probe], []
     of_model = {model.label: model.probes[probe] for model in models if probe in model.probes}
-    xs, notes, lines = sorted({row[x] for rows in of_model.values() for row in rows} - {0}), {note: None}, []
+    xs = sorted({row[x] for rows in of_model.values() for row in rows} - {0})
     for label, rows in of_model.items():
-        known = {row[x]: cell(row).replace("-", "−") for row in rows if row["nll"] is not None}
-        lines.append([label, *(known.get(at, NOTHING) for at in xs)])
-        notes |= {f"{label}: {row['note']}": None for row in rows if "note" in row}
-    return Table(title, ["model", *map(str, xs)], lines, "; ".join(filter(None, notes)))
+        if probe == "recall":
+            cells = {row[x]: digits(row["gain"], row["gain_stderr"]) for row in rows}
+        else:
+            cells = {row[x]: f"{row['difference']:+.2g} ({row['mean_change']:.1g})" for row in rows}
+        lines.append([label, *(cells.get(at, NOTHING).replace("-", "−") for at in xs)])
+    note = f"{PLUS_MINUS}, over trials or seeds" if probe == "recall" else ""
+    return Table(title, ["model", *map(str, xs)], lines, note)

@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 
 from measure import Measurement, Report
-from measure.groups import grouped, labels_of, seedless
 from measure.measurement import of_metric
-from measure.report import log_measurements
+from measure.report import grouped, labels_of, log_measurements, seedless
 from measure.statistics import estimate
 
 COUNTS = np.arange(40.0, 60)  # tokens of twenty documents

@@ -76,15 +76,14 @@ def test_every_number_is_the_slow_loops(model, size, protocol, stride):
 
 
 @pytest.mark.parametrize("protocol", ["nonoverlapping", "sliding"])
-def test_results_do_not_depend_on_batches_dtypes_or_the_kind_of_array(model, protocol):
+def test_results_do_not_depend_on_batches_dtypes_or_the_kind_of_array(model, protocol, monkeypatch):
     tokens = random_tokens(model, 1, 97)[0]
     expected = evaluate_lengths(model, tokens, LENGTHS, protocol, 3)
     for given in (tokens.numpy().astype(np.uint16), tokens.int()):
         assert evaluate_lengths(model, given, LENGTHS, protocol, 3) == expected
     for batch_tokens in (1, 30, 50):
-        for row, wanted in zip(
-            evaluate_lengths(model, tokens, LENGTHS, protocol, 3, batch_tokens=batch_tokens), expected, strict=True
-        ):
+        monkeypatch.setattr("measure.windows.BATCH_TOKENS", batch_tokens)
+        for row, wanted in zip(evaluate_lengths(model, tokens, LENGTHS, protocol, 3), expected, strict=True):
             assert row["nll"] == pytest.approx(wanted["nll"], abs=1e-12)
             assert row["stderr"] == pytest.approx(wanted["stderr"], abs=1e-12)
 
@@ -96,16 +95,17 @@ def test_a_cap_keeps_windows_spread_over_the_text_and_the_same_targets_at_all_le
     scored = {}
     for length in LENGTHS:
         everything, capped = (cut(pieces, length, max(LENGTHS), protocol, 4, most) for most in (None, cap))
-        targets = [t for _, first, end in capped.spans.tolist() for t in range(first, end)]
+        targets = [t for _, first, end in capped.tolist() for t in range(first, end)]
         assert len(set(targets)) == len(targets)
-        all_targets = {t for _, first, end in everything.spans.tolist() for t in range(first, end)}
+        all_targets = {t for _, first, end in everything.tolist() for t in range(first, end)}
         assert set(targets) <= all_targets
         assert min(cap * block, len(all_targets) - 3 * block) - block < len(targets) <= cap * block
-        assert protocol == "sliding" or length < block or set(capped.counts) == {block}  # the longest are all full
+        sizes = {end - first for _, first, end in capped.tolist()}
+        assert protocol == "sliding" or length < block or sizes == {block}  # the longest are all full
         assert min(targets) == min(all_targets)
         if cap > 1:  # up to the last, or the last whole window
             assert max(targets) > max(all_targets) - block
-        for start, first, end in capped.spans.tolist():
+        for start, first, end in capped.tolist():
             assert end - 1 - start <= length
             assert any(low <= start and end <= high for low, high in pieces.tolist())
             assert protocol == "sliding" or first == start + 1
@@ -115,9 +115,9 @@ def test_a_cap_keeps_windows_spread_over_the_text_and_the_same_targets_at_all_le
 
 def test_capped_windows_are_evenly_spread_and_shorter_ones_begin_with_them():
     whole = np.array([[0, 2401]])  # 100 windows of 24
-    assert cut(whole, 24, 24, "nonoverlapping", 1, 4).spans[:, 0].tolist() == [0, 33 * 24, 66 * 24, 99 * 24]
-    assert cut(whole, 10, 24, "nonoverlapping", 1, 1).spans.tolist() == [[0, 1, 11], [10, 11, 21], [20, 21, 25]]
-    assert cut(whole, 10, 24, "sliding", 8, 3).spans.tolist() == [[14, 17, 25], [1198, 1201, 1209], [2390, 2393, 2401]]
+    assert cut(whole, 24, 24, "nonoverlapping", 1, 4)[:, 0].tolist() == [0, 33 * 24, 66 * 24, 99 * 24]
+    assert cut(whole, 10, 24, "nonoverlapping", 1, 1).tolist() == [[0, 1, 11], [10, 11, 21], [20, 21, 25]]
+    assert cut(whole, 10, 24, "sliding", 8, 3).tolist() == [[14, 17, 25], [1198, 1201, 1209], [2390, 2393, 2401]]
 
 
 def test_learned_positions_end_with_their_table():
