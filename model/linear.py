@@ -21,7 +21,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     parts = math.gcd(len(weight), 2 << torch.get_num_threads().bit_length())
     columns = x.reshape(-1, x.shape[-1]).T.expand(parts, -1, -1)  # (parts, in, rows)
     y = torch.bmm(weight.view(parts, -1, x.shape[-1]), columns)  # (parts, out / parts, rows)
-    y = y.flatten(0, 1).T.reshape(*x.shape[:-1], -1)
+    y = y.flatten(0, 1).T.reshape(*x.shape[:-1], len(weight))
     return y if bias is None else y + bias
 
 

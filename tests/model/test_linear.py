@@ -8,7 +8,7 @@ from model.linear import linear
 
 
 @pytest.mark.parametrize("shape", [(48, 20), (7, 20), (1, 3)])
-@pytest.mark.parametrize("lead", [(1, 1), (1,), (), (3,), (2, 5), (16, 1)])
+@pytest.mark.parametrize("lead", [(1, 1), (1,), (), (3,), (2, 5), (16, 1), (0,), (2, 0)])
 @pytest.mark.parametrize("bias", [True, False])
 def test_few_rows(shape, lead, bias, monkeypatch):
     monkeypatch.setattr(model.linear, "LARGE", 0)
