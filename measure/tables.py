@@ -189,7 +189,7 @@ def _over_lengths(title: str, models: Sequence[Measurement], cell: Callable, not
 
 
 PROBES = {  # x and title
-    "recall": ("distance", "recall: nats per token that a first copy of a random string gains, by tokens between"),
+    "recall": ("distance", "recall: nats per token gained from a first copy of a string, by tokens from copy to copy"),
     "shift": ("shift", "shift test: change of the loss at other positions, nats per token (mean size for a token)"),
 }
 
