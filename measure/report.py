@@ -23,7 +23,8 @@ from model.checks import lookup
 from model.scaling import SCALINGS
 
 SEED = r"[_\- ]*seed[_\-= ]*\d+"  # in a run's name
-PLOTS = {"extrapolation", "by_position", "recall", "attention"}
+OF_PROBES = {"recall", "attention"}  # plots that stand last
+PLOTS = {"extrapolation", "by_position"} | OF_PROBES
 FIGURE = '<figure><img alt="{}" src="data:image/svg+xml;base64,{}"><figcaption>{}</figcaption></figure>'
 PAGE = Template((Path(__file__).parent / "page.html").read_text(encoding="utf-8"))
 
@@ -119,8 +120,11 @@ class Pages:
             # Panel by panel, so that they stand side by side where there is room.
             panels = [(stem, Plot([panel], plot.caption)) for stem, plot in made.items() for panel in plot.panels]
             images = [(stem, base64.b64encode(one.draw("svg")).decode(), one.caption) for stem, one in panels]
-            shown = ["<div class=plots>", *(FIGURE.format(*image) for image in images), "</div>"]
-            body = "\n".join([*self.head(), *shown, *(table.html() for table in self.tables)])
+            shown = {probed: ["<div class=plots>"] for probed in (False, True)}
+            for image in images:
+                shown[image[0] in OF_PROBES].append(FIGURE.format(*image))
+            below = [table.html() for table in self.tables]
+            body = "\n".join([*self.head(), *shown[False], "</div>", *below, *shown[True], "</div>"])
             page = PAGE.substitute(body=body, commands=escape("\n".join(self.commands)))
             write_text(folder / "report.html", page)
         # The last of all: where it is, the others are. JSON has no NaN and no infinity: null stands for both.
