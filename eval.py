@@ -186,7 +186,7 @@ def evaluate_runs(config: DictConfig, ranks: Ranks = Ranks()) -> list[dict]:  # 
         log.info("left out %s", reason)
 
     everything, probes = [], [name for name in PROBES if config[name] and ranks.first]
-    every = 0.1 if sys.stderr.isatty() else 30  # seconds; where the output is no terminal, each time is a line
+    every = 0.1 if sys.stderr.isatty() else 30  # seconds; without a terminal each update is a line
     bar = tqdm(total=total, unit="token", unit_scale=True, leave=False, disable=not ranks.first, mininterval=every)
     with bar, logging_redirect_tqdm([logging.getLogger()]):
         for run in planned:

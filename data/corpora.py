@@ -34,7 +34,7 @@ class DataConfig:
     subset: str | None = None  # hub: one of the data set's configs
     revision: str | None = None  # hub
     column: str = "text"  # where a row has its text
-    articles: bool = False  # join WikiText's lines
+    articles: bool = False  # hub, files: join WikiText's lines, which are rows, to articles
     streaming: bool = False  # hub: keep no copy on the disk
     max_documents: int | None = None  # how many are read, in all or of each of the publisher's splits
     train_split: str = "train"
@@ -62,9 +62,9 @@ class DataConfig:
             raise ValueError("data.streaming=true: give data.max_documents, the number of documents to take")
         # Local paths hold in any working directory: a run is read again from elsewhere.
         if self.kind in ("files", "bin"):
-            several = [self.path] if isinstance(self.path, str | os.PathLike) else self.path
-            found = [str(Path(os.path.expanduser(path)).absolute()) for path in several]
-            self.path = found[0] if several is not self.path else found
+            single = isinstance(self.path, str | os.PathLike)
+            found = [str(Path(os.path.expanduser(path)).absolute()) for path in ([self.path] if single else self.path)]
+            self.path = found[0] if single else found
         if not self.cache.startswith("~"):
             self.cache = str(Path(self.cache).absolute())
 
@@ -123,6 +123,7 @@ def _read(config: DataConfig, source: Path | str) -> Iterator[str]:
 
 
 def _rows(config: DataConfig, source: Path | str) -> Iterable[dict]:
+    """Rows with a text in config.column; a text file is one row."""
     if config.kind != "hub" and source.name.removesuffix(".gz").removesuffix(".zst").endswith(TEXT):
         with fsspec.filesystem("file").open(source, "rt", encoding="utf-8-sig", compression="infer") as text:
             return [{config.column: text.read()}]

@@ -29,7 +29,7 @@ class Text:
     about: dict
 
     def by_document(self, targets: np.ndarray, *values: np.ndarray) -> list[np.ndarray]:
-        """Of each document that has any of these tokens (targets,) how many, their bytes, and the sums of values."""
+        """Of each document that holds any of these targets: how many it holds, their bytes, and the sums of values."""
         document = np.unique(np.searchsorted(self.offsets, targets, side="right"), return_inverse=True)[1]
         n_bytes = self.bytes_per_token[self.tokens[targets]]
         return [np.bincount(document, weights=of) for of in (np.ones(len(targets)), n_bytes, *values)]
@@ -77,7 +77,7 @@ class Scoring:
         return np.array([[0, n_tokens]]), f"across the borders of {total} documents"
 
     def windows(self, text: Text, scheme: PositionScheme) -> dict[str, list[Windows]]:
-        """Of each protocol its lengths, each with its windows; by_position: the full windows of the longest."""
+        """The windows of each length, by protocol; by_position: full ones of the longest within the table."""
         pieces, _ = self.pieces(text)
         fitting, longest = [n for n in self.lengths if n <= (scheme.max_length or n)], max(self.lengths)
         parts = {
@@ -191,7 +191,7 @@ class Measurement:
             return None
         losses = {n: self.losses[min(n, base)] for n in self.lengths if min(n, base) in self.losses}
         names = {"run": f"{self.label}, last {base}", "key": f"{self.about['key']}, truncated", "truncated": True}
-        return replace(self, about=self.about | names, losses=losses, limit=None, bins=(), probes={})
+        return replace(self, about=self.about | names, losses=losses, limit=None, bins=[], probes={})
 
 
 def row_of(
@@ -290,10 +290,10 @@ def evaluate_lengths(
     scoring = Scoring(tuple(np.asarray(lengths).tolist()), (protocol,), stride, max_windows, within)
     windows = scoring.windows(text, model.pos)[protocol]
     rows = dict.fromkeys(scoring.lengths, past_table(model.pos.max_length))
-    for (length, spans), nll in zip(windows, score(model, tokens, windows), strict=True):
+    for (length, spans), losses in zip(windows, score(model, tokens, windows), strict=True):
         over = replace(text, offsets=spans[:, 1]) if documents is None else text  # windows or documents
-        counts, n_bytes, nll = over.by_document(targets_of(spans), nll)
-        rows[length] = row_of(nll, counts, n_bytes, least=2)
+        counts, n_bytes, sums = over.by_document(targets_of(spans), losses)
+        rows[length] = row_of(sums, counts, n_bytes, least=2)
     return [{"length": length, **row} for length, row in rows.items()]
 
 

@@ -1,6 +1,7 @@
 """What perplexity does not show of a trained model past its training length: three probes of a text's tokens (1-D)."""
 
 from contextlib import ExitStack
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -13,6 +14,8 @@ from model import GPT
 from model.attention import View, attention_weights
 from model.gpt import Attention
 from model.sampling import evaluating
+
+ROWS = 256  # queries whose attention weights are formed at once: all of a long window are gigabytes
 
 
 def recall(
@@ -86,23 +89,26 @@ def attention_by_distance(model: GPT, tokens: Tensor | np.ndarray, length: int, 
         raise ValueError("model.attention=linear: has no attention weights to look at, only softmax has")
     length = min(length, model.pos.max_length or length)
     edges, c, device = widening_edges(length), model.config, next(model.parameters()).device
-    distances = torch.arange(length)[:, None] - torch.arange(length)
-    bin_of = torch.bucketize(distances.clamp(min=0), torch.tensor(edges[1:]), right=True).flatten()
     sums = torch.zeros(c.n_layer, c.n_head, len(edges) - 1, dtype=torch.float64)
     ids = _windows(token_array(tokens), length, windows)
 
     def add(module: Attention, inputs: tuple[Tensor, View]) -> None:
         q, k, _ = module.heads(*inputs)
-        k = k.repeat_interleave(module.n_head // module.n_kv_head, dim=1)
-        weights = attention_weights(q, k, module.view(inputs[1]))[0]  # (H, T, T), 0 at later keys
-        sums[module.layer].index_add_(1, bin_of, weights.flatten(1).cpu().double())
+        k, view = k.repeat_interleave(module.n_head // module.n_kv_head, dim=1), module.view(inputs[1])
+        for start in range(0, length, ROWS):
+            rows = slice(start, start + ROWS)
+            part = view._replace(positions=view.positions[rows])
+            weights = attention_weights(q[:, :, rows], k, part)[0]  # (H, rows, T), 0 at later keys
+            distances = (part.positions[:, None] - part.key_positions).clamp(min=0).cpu()
+            bin_of = torch.bucketize(distances, torch.tensor(edges[1:]), right=True).flatten()
+            sums[module.layer].index_add_(1, bin_of, weights.flatten(1).cpu().double())
 
     with ExitStack() as hooks, torch.inference_mode(), evaluating(model), torch.autocast(device.type, enabled=False):
         for block in model.blocks:
             hooks.enter_context(block.attention.register_forward_pre_hook(add))
         for window in torch.from_numpy(ids):
             model(window[None].to(device), targets=torch.full((1, length), -100, device=device))  # no logits needed
-    pairs = bin_of[(distances >= 0).flatten()].bincount()
+    pairs = torch.tensor([sum(length - distance for distance in range(*ends)) for ends in pairwise(edges)])
     weights = (sums / (len(ids) * pairs)).tolist()
     return {"edges": edges, "weights": weights, "windows": len(ids), "length": length}
 

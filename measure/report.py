@@ -1,4 +1,7 @@
-"""What a measurement leaves behind: JSON, plots, tables.md, a report.html that needs no network, metrics in wandb."""
+"""What a measurement leaves behind: JSON, plots, tables.md, a report.html that needs no network, metrics in wandb.
+
+It also says which runs are seeds of one model, and shows them together.
+"""
 
 import base64
 import json
@@ -100,7 +103,7 @@ def seedless(settings: dict) -> str:
 
 
 class Pages:
-    """What is written of a report, which has tables, figures, the head of a page, commands and a document."""
+    """Writes the files of a report. A subclass has tables and commands, and gives figures(html), head(), document()."""
 
     def text(self) -> str:
         return "\n\n".join(table.text() for table in self.tables)
@@ -117,14 +120,18 @@ class Pages:
                 for ending in (".png", ".svg"):
                     (folder / f"{stem}{ending}").unlink(missing_ok=True)
             write_text(folder / "tables.md", "\n".join(table.markdown() for table in self.tables))
-            # Panel by panel, so that they stand side by side where there is room.
-            panels = [(stem, Plot([panel], plot.caption)) for stem, plot in made.items() for panel in plot.panels]
-            images = [(stem, base64.b64encode(one.draw("svg")).decode(), one.caption) for stem, one in panels]
-            shown = {probed: ["<div class=plots>"] for probed in (False, True)}
-            for image in images:
-                shown[image[0] in OF_PROBES].append(FIGURE.format(*image))
+
+            def grid(probes: bool) -> list[str]:
+                """Panel by panel, so that they stand side by side where there is room."""
+                shown = []
+                for stem, plot in made.items():
+                    for panel in plot.panels if (stem in OF_PROBES) == probes else ():
+                        image = base64.b64encode(Plot([panel], plot.caption).draw("svg")).decode()
+                        shown.append(FIGURE.format(stem, image, plot.caption))
+                return ["<div class=plots>", *shown, "</div>"] if shown else []
+
             below = [table.html() for table in self.tables]
-            body = "\n".join([*self.head(), *shown[False], "</div>", *below, *shown[True], "</div>"])
+            body = "\n".join([*self.head(), *grid(probes=False), *below, *grid(probes=True)])
             page = PAGE.substitute(body=body, commands=escape("\n".join(self.commands)))
             write_text(folder / "report.html", page)
         # The last of all: where it is, the others are. JSON has no NaN and no infinity: null stands for both.
@@ -167,7 +174,7 @@ class Report(Pages):
             what = f"{protocol} windows, text {' or '.join(texts)}, {' or '.join(scored)} tokens scored"
             made += [replace(t, title=": ".join(filter(None, (what, t.title)))) for t in found]
         # Losses per token of different tokenizers do not stand side by side.
-        made += [tables.of_probe(self.groups, probe) for probe in tables.PROBES if self.alike]
+        made += [tables.of_probe(self.groups, probe) for probe in tables.PROBE_TITLES if self.alike]
         return [table for table in made if table.rows]
 
     def _reference(self, models: list[Measurement]) -> Measurement:

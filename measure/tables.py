@@ -188,15 +188,15 @@ def _over_lengths(title: str, models: Sequence[Measurement], cell: Callable, not
     return Table(title, ["model", *about, *map(str, lengths)], lines, note)
 
 
-PROBES = {  # x and title
+PROBE_TITLES = {  # x and title
     "recall": ("distance", "recall: nats per token gained from a first copy of a string, by tokens from copy to copy"),
     "shift": ("shift", "shift test: change of the loss at other positions, nats per token (mean size for a token)"),
 }
 
 
 def of_probe(models: Sequence[Measurement], probe: str) -> Table:
-    """A line per model that has the probe, a column an x other than 0; nothing stands past a table."""
-    (x, title), lines = PROBES[probe], []
+    """A line per model that has the probe, a column per x other than 0; nothing stands past a table."""
+    (x, title), lines = PROBE_TITLES[probe], []
     of_model = {model.label: model.probes[probe] for model in models if probe in model.probes}
     xs = sorted({row[x] for rows in of_model.values() for row in rows} - {0})
     for label, rows in of_model.items():
@@ -205,5 +205,6 @@ def of_probe(models: Sequence[Measurement], probe: str) -> Table:
         else:
             cells = {row[x]: f"{row['difference']:+.2g} ({row['mean_change']:.1g})" for row in rows}
         lines.append([label, *(cells.get(at, NOTHING).replace("-", "−") for at in xs)])
-    note = f"{PLUS_MINUS}, over trials or seeds" if probe == "recall" else ""
-    return Table(title, ["model", *map(str, xs)], lines, note)
+    notes = [f"{PLUS_MINUS}, over trials or seeds"] if probe == "recall" else []
+    notes += [f"{NOTHING}: not measured, or past the end of a table"] if any(NOTHING in line for line in lines) else []
+    return Table(title, ["model", *map(str, xs)], lines, "; ".join(notes))

@@ -15,8 +15,8 @@ from model.positions import PositionScheme
 from model.sampling import evaluating
 
 PROTOCOLS = ("sliding", "nonoverlapping")
-Windows = tuple[int, np.ndarray]  # a length and, as of cut, its windows
-BATCH_TOKENS = 16384
+Windows = tuple[int, np.ndarray]  # a length and its windows, as cut returns them
+BATCH_TOKENS = 16384  # passed at once
 MULTIPLES = (1, 1.25, 1.5, 2, 4)  # of the training length: the lengths that are measured by default
 
 
@@ -75,8 +75,9 @@ def widening_edges(length: int) -> list[int]:
 
 
 def plan_passes(windows: Sequence[Windows], scheme: PositionScheme) -> list[tuple]:
-    """The passes that score all windows: scaling length, start, number of inputs; and of each window that it scores the
-    first target, the end, and the place of its losses, all windows' one after the other.
+    """A tuple per pass: scaling length, start, number of inputs, and the windows that it scores.
+
+    Each of these is a tuple: first target, end, and where its losses begin in the array of all windows' losses.
 
     A causal model's losses at the start of a long window are those of a shorter window that starts there, so each start
     is passed once, to the furthest target. Windows whose lengths have other frequencies (regimes) are passed apart.
@@ -136,7 +137,7 @@ def _batch_losses(model: GPT, tokens: np.ndarray, batch: list[tuple]) -> list[tu
     lengths, starts, sizes, _ = zip(*batch, strict=True)
     index = np.minimum(np.array(starts)[:, None] + np.arange(max(sizes)), len(tokens) - 1)
     ids = tokens[index].astype(np.int64)  # (B, T), padded with whatever follows
-    targets = np.full_like(ids, -100)  # only those that somebody wants have a loss
+    targets = np.full_like(ids, -100)  # only targets of a window have a loss
     for row, (_, start, _, scored) in zip(targets, batch, strict=True):
         for first, end, _ in scored:
             row[first - start - 1 : end - start - 1] = tokens[first:end]

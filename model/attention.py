@@ -19,7 +19,7 @@ BLOCK = 2**23  # numbers of a bias that exist at once, 32 MiB of float32; for 12
 
 
 class View(NamedTuple):
-    """What all layers of one pass share; and, the last two, what the queries of one layer see."""
+    """What all layers of a pass share. window and sinks are a layer's own, and so is NOPE as its scheme."""
 
     scheme: PositionScheme
     positions: Tensor  # int64 (Tq,), of the queries, which are the tokens passed

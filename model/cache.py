@@ -19,18 +19,25 @@ class Cache:
     so the cache keeps its tokens and the model passes all of them again (`pending`); also after a pass that raised.
     """
 
-    def __init__(self, c: GPTConfig, batch_size: int, max_length: int, scaling_length: int | None, **kind):
-        """kind: dtype and device of the keys."""
+    def __init__(
+        self,
+        config: GPTConfig,
+        batch_size: int,
+        max_length: int,
+        scaling_length: int | None,
+        dtype: torch.dtype,
+        device: torch.device,
+    ):
         check_whole("batch_size", batch_size)
         check_whole("max_length", max_length)
         check_whole("scaling_length", scaling_length, optional=True)
         self.batch_size, self.max_length, self.scaling_length = batch_size, max_length, scaling_length
-        self.tokens = torch.zeros((batch_size, max_length), dtype=torch.int64, device=kind["device"])
+        self.tokens = torch.zeros((batch_size, max_length), dtype=torch.int64, device=device)
         self.length, self.regime = 0, None  # as of PositionScheme.regime
         self.states: dict[int, tuple[Tensor, Tensor]] = {}  # of linear attention, by layer
-        if c.attention == "softmax":
-            shape = (2, c.n_layer, batch_size, c.n_kv_head, max_length, c.head_dim)
-            self.keys, self.values = torch.zeros(shape, **kind)
+        if config.attention == "softmax":
+            shape = (2, config.n_layer, batch_size, config.n_kv_head, max_length, config.head_dim)
+            self.keys, self.values = torch.zeros(shape, dtype=dtype, device=device)
 
     def pending(self, tokens: Tensor, regime: Hashable) -> tuple[Tensor, int]:
         """The tokens to pass and the position of the first: the new ones, or all where the frequencies are others.

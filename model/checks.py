@@ -49,7 +49,7 @@ def check_ids(name: str, ids: Any, vocab_size: int, device: torch.device) -> Non
 
 
 def check_positions(positions: Any, tokens: torch.Tensor, gaps: bool) -> None:
-    """Raise ValueError unless positions are integers (T,) that grow from at least 0, one by one unless gaps may be."""
+    """Raise ValueError unless positions are integers (T,) that grow from at least 0, by one each if not `gaps`."""
     check_tensor("positions", positions)
     if positions.shape != tokens.shape[1:]:
         raise ValueError(f"positions {tuple(positions.shape)} must be (T,) for tokens {tuple(tokens.shape)}")

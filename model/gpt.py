@@ -68,6 +68,7 @@ class Attention(nn.Module):
         return q, k, v
 
     def view(self, p: View) -> View:
+        """What the queries of this layer see."""
         return p._replace(scheme=NOPE if self.nope else p.scheme, window=self.window, sinks=self.sinks)
 
 
@@ -192,6 +193,8 @@ class GPT(nn.Module):
 
     def generate(self, tokens: Tensor, max_new_tokens: int, **settings) -> Tensor:
         """Continue int64 (B, T) to (B, T + max_new_tokens); other settings and errors as in `sampling.stream`."""
+        check_ids("tokens", tokens, self.config.vocab_size, self.embedding.weight.device)
+        check_whole("max_new_tokens", max_new_tokens, 0)
         new = stream(self, list(tokens), max_new_tokens, **settings) if max_new_tokens else ()
         return torch.cat((tokens, *(ids[:, None] for ids in new)), dim=1)
 

@@ -129,11 +129,12 @@ class RotaryPositions(PositionScheme):
         self.rotary_dim = round(config.head_dim * rotary_fraction)
         if rotary_fraction > 1 or self.rotary_dim < 2 or self.rotary_dim % 2:
             found = f"turns {self.rotary_dim} of model.head_dim={config.head_dim} dimensions"
-            raise ValueError(f"pos.rotary_fraction={rotary_fraction}: {found}; must be pairs, one at least")
+            raise ValueError(f"pos.rotary_fraction={rotary_fraction}: {found}; must be pairs, one at least, 1 at most")
         planes = self.rotary_dim // 2
         self.turning = int(turning * planes)
         if turning > 1 or self.turning < 1:
-            raise ValueError(f"pos.turning={turning}: turns {self.turning} of {planes} planes; for none use pos=none")
+            found = f"turns {self.turning} of {planes} planes"
+            raise ValueError(f"pos.turning={turning}: {found}; must be at most 1; for none use pos=none")
         self.base, self.layout, self.scaling, self.softmax = base, layout, config.scaling, config.attention == "softmax"
         self.original_length = config.original_length
         rope_frequencies(self.rotary_dim, base, config.scaling, self.original_length)  # checks them all

@@ -1,4 +1,4 @@
-"""From logits to the next token, and on from there."""
+"""Decoding: the next token from logits, and texts continued token by token."""
 
 import contextlib
 import math
@@ -33,7 +33,7 @@ def stream(
     top_p: float | None = None,
     generator: torch.Generator | None = None,
 ) -> Iterator[Tensor]:
-    """Continue int64 prompts (T,) of any lengths, at least 1, in one batch: yields the new ids, int64 (B,), a step.
+    """Continue int64 prompts (T,) of any lengths, at least 1, in one batch; yields the new ids of each step, (B,).
 
     All start at position 0, without padding: a longer prompt yields -1 while it is still fed and a shorter one is
     continued. Each prompt gets at least max_new_tokens. temperature 0 takes the likeliest id; else one is drawn

@@ -65,8 +65,9 @@ def join_processes(device: str) -> Ranks:
         return Ranks()
     ranks = Ranks(*(int(os.environ[name]) for name in names))
     if not dist.is_initialized():
-        # Imported after it, as torch.optim does, this module's default arguments would keep the group and its threads.
-        import torch.distributed.nn  # noqa: F401
+        # torch._dynamo imports this module, whose default arguments hold the process group. Imported before there is
+        # one, it holds none; imported later, it would keep the group and its threads.
+        from torch.distributed.nn import functional  # noqa: F401
 
         cuda = pick_device(device, ranks.local_rank).type == "cuda"
         dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=PATIENCE)

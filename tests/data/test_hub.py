@@ -9,7 +9,7 @@ import pytest
 
 from data import DataConfig
 from data.corpora import documents
-from tests.data.toys import texts
+from tests.data.toys import files, jsonl, texts
 
 
 class Hub:
@@ -77,14 +77,16 @@ def test_an_unreachable_data_set_says_what_needs_no_network(monkeypatch, error):
         next(found)
 
 
-def test_rows_of_wikitext_become_articles_at_titles_and_not_at_sections(monkeypatch):
+def test_rows_of_wikitext_become_articles_at_titles_and_not_at_sections(monkeypatch, tmp_path):
     articles = [
         ["before the first title\n"],
         [" = Valkyria Chronicles III = \n", "", " Text . \n", " = = Play = = \n", " a = b = c \n", " = = = M = = = \n"],
         [" = A = ", " one letter, and no line feed"],
         [" = E = mc2 = \n", " = = B = = \n", " x = \n", " = y \n"],
     ]
-    _, config = use(monkeypatch, train=rows(*(line for article in articles for line in article)))
+    lines = [line for article in articles for line in article]
+    _, config = use(monkeypatch, train=rows(*lines))
     config = replace(config, articles=True)
+    assert texts(files(jsonl(tmp_path / "a.jsonl", *lines), articles=True)) == texts(config)
     assert texts(config) == ["".join(article) for article in articles]
     assert texts(replace(config, max_documents=2)) == ["".join(article) for article in articles[:2]]

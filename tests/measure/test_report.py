@@ -313,7 +313,7 @@ def test_the_page_begins_with_a_sentence_a_model_and_ends_with_what_it_was_made_
     tags = re.findall("<(li|p|figure|table|h2|details|pre)[ >]", page)
     order = [tag for i, tag in enumerate(tags) if i == 0 or tag != tags[i - 1]]
     tables = ["table", "p"] * len(report.tables)
-    assert order == ["li", "p", "figure", *tables, "figure", "details", "pre"]  # probes last
+    assert order == ["li", "p", "figure", *tables, "figure", "details", "pre"]  # plots of probes last
     assert page.index("take care") < page.index("<figure")
     assert page.index("train.py &lt;pos=rope&gt;") > page.index("<details")
 

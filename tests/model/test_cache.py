@@ -120,6 +120,7 @@ def test_generation_restores_the_mode_and_takes_no_tokens():
     [
         ({"max_new_tokens": -1}, "max_new_tokens=-1"),
         ({"max_new_tokens": 1.5}, r"max_new_tokens=1\.5"),
+        ({"max_new_tokens": None}, "max_new_tokens=None: must be .* at least 0"),
         ({"max_new_tokens": 1, "temperature": -1.0}, r"temperature=-1\.0"),
         ({"max_new_tokens": 1, "temperature": float("nan")}, "temperature=nan"),
         ({"max_new_tokens": 1, "temperature": 1.0, "top_k": 0}, "top_k=0"),
@@ -132,8 +133,11 @@ def test_generation_refuses(settings, words):
     model = small_model({"name": "rope"})
     with pytest.raises(ValueError, match=words):
         model.generate(random_tokens(model, 1, 4), **settings)
-    with pytest.raises(ValueError, match="at least 1"):
-        model.generate(torch.zeros((1, 0), dtype=torch.int64), 1)
+    for empty in ((1, 0), (0, 3)):
+        with pytest.raises(ValueError, match="B and T of at least 1"):
+            model.generate(torch.zeros(empty, dtype=torch.int64), 1)
+    with pytest.raises(ValueError, match="outside the vocabulary"):
+        model.generate(torch.full((1, 2), model.config.vocab_size), 0)
 
 
 def frequencies(logits, n=4000, **settings):
