@@ -56,7 +56,7 @@ def test_a_step_is_adamw_on_the_mean_loss_of_the_batch(pos, pos_lr_ratio, corpus
         torch.testing.assert_close(tensor, model.state_dict()[name], rtol=0, atol=2e-5, msg=name)
 
 
-def test_a_step_is_reached_without_torchs_compiler():
+def test_the_optimiser_imports_no_compiler():
     """Its import takes over a second, which every launch would wait for."""
     source = """if True:
         import sys
