@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -87,6 +88,8 @@ def shard(model: GPT, device: torch.device, precision: str) -> None:
     # Autocast keeps its copies of all weights until the pass backward; of weights gathered in its dtype it makes none.
     dtype = PRECISIONS[precision]
     policy = MixedPrecisionPolicy(dtype, dtype and torch.float32, cast_forward_inputs=False)
+    # DTensor's caches keep the process group. Before Python ends, its threads get the time to put down their tensors.
+    atexit.register(time.sleep, 0.1)
     for block in model.blocks:
         fully_shard([block.attention, block.mlp], mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh)
