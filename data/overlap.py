@@ -107,7 +107,7 @@ def measure_overlap(path: Path, sizes: Sequence[int], splits: Sequence[str]) -> 
         read += len(block)
     for block in val:
         hashes = hash_pieces(block)
-        order = np.argsort(hashes)
+        order = np.argsort(hashes)  # as in find
         begins = np.empty(len(hashes), dtype=bool)
         begins[order] = shared[np.searchsorted(pieces.hashes, hashes[order])]
         covered += np.count_nonzero(np.convolve(begins, np.ones(PIECE))[: len(block)])

@@ -28,7 +28,7 @@ def wilson(right: int, n: int) -> tuple[float, float]:
     return max(0.0, (middle - half) / (1 + z * z / n)), min(1.0, (middle + half) / (1 + z * z / n))
 
 
-@torch.no_grad()  # not inference_mode: see measure.windows.score.score
+@torch.no_grad()  # not inference_mode: see measure.windows.score
 def evaluate_task(model: GPT, task: Any) -> list[dict]:
     """A row per range of lengths: range, from, to, exact_match, low, high (its interval), strings.
 

@@ -18,7 +18,6 @@ import numpy as np
 
 from measure import plots, tables
 from measure.measurement import Measurement
-from measure.plots import Plot
 from measure.statistics import standard_error
 from measure.tables import Table
 from model.checkpoint import write_text
@@ -65,7 +64,7 @@ def _together(label: str, seeds: list[Measurement]) -> Measurement:
         (low, high, np.concatenate([one.bins[i][2] for one in seeds]), counts)
         for i, (low, high, _, counts) in enumerate(first.bins)
     ]
-    shown = {"recall", "shift"} & first.probes.keys()
+    shown = tables.PROBE_TITLES.keys() & first.probes.keys()
     probes = {name: _averaged([one.probes[name] for one in seeds]) for name in shown}
     return replace(first, about=about, losses=losses, bins=bins, probes=probes)
 
@@ -126,7 +125,7 @@ class Pages:
                 shown = []
                 for stem, plot in made.items():
                     for panel in plot.panels if (stem in OF_PROBES) == probes else ():
-                        image = base64.b64encode(Plot([panel], plot.caption).draw("svg")).decode()
+                        image = base64.b64encode(plots.Plot([panel], plot.caption).draw("svg")).decode()
                         shown.append(FIGURE.format(stem, image, plot.caption))
                 return ["<div class=plots>", *shown, "</div>"] if shown else []
 
@@ -204,7 +203,7 @@ class Report(Pages):
         about = {"commands": list(self.commands), "notes": list(self.notes), "skipped": list(self.skipped)}
         return {**about, "results": self.results, "groups": groups, "paired": self.paired}
 
-    def figures(self, html: bool) -> dict[str, Plot]:
+    def figures(self, html: bool) -> dict[str, plots.Plot]:
         looks = plots.styles([(model.label, model.about) for model in self.groups])
         made = {"extrapolation": plots.plot_lengths(self.protocols, self.metric, looks)}
         if html and self.alike:
