@@ -1,7 +1,7 @@
 #!/bin/bash
 # One run on several nodes, queued again after a preemption and after its time limit until it is done:
 #   sbatch docs/slurm.sh pos=rope seed=0
-# outputs/ and data.cache must lie on a file system that all nodes see.
+# outputs/ must lie on a file system that all nodes see.
 #SBATCH --job-name=ropewalk
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1          # one torchrun a node, which starts one process a GPU
