@@ -39,7 +39,7 @@ from model.sampling import stream
 from runs.devices import autocast, pick_device, pick_precision
 from runs.folder import latest_run, read_run
 from runs.processes import Ranks, errors_as_messages, join_processes
-from runs.settings import CONFIGS, EvalConfig, checked, task_of, vocab_size_of
+from runs.settings import CONFIGS, EvalConfig, checked, model_config, task_of
 from runs.tracking import start_wandb
 
 __all__ = ["evaluate_lengths", "evaluate_task"]  # also for scripts and notebooks
@@ -84,9 +84,7 @@ def open_run(folder: Path, step: int | None) -> Run:
     if step is not None and step not in of_step:
         raise FileNotFoundError(f"checkpoint={step}: {folder} has checkpoints of steps {', '.join(map(str, of_step))}")
     path = of_step.get(step) or latest_checkpoint(folder)
-    plain, config = OmegaConf.to_container(settings), read_config(path)
-    plain = {key: plain[key] for key in ("model", "pos", "scaling")} | {"vocab_size": vocab_size_of(settings)}
-    expected = asdict(GPTConfig.from_dict(plain.pop("model"), **plain))
+    config, expected = read_config(path), asdict(model_config(settings))
     for key, value in asdict(config).items():
         if value != expected[key]:
             raise ValueError(f"{folder}: config.yaml says {key}={expected[key]}, its checkpoint {value}")
@@ -138,14 +136,11 @@ def plan_runs(config: DictConfig, opened: list[Run]) -> tuple[list[Run], list[st
 
 def scoring_of(config: DictConfig, opened: list[Run]) -> Scoring:
     """What all of the runs are scored on. Their training lengths are measured too, where windows allow it."""
-    if config.protocol not in (*PROTOCOLS, "both"):
-        raise ValueError(f"protocol={config.protocol!r}: use {', '.join(PROTOCOLS)} or both")
-    check_whole("stride", config.stride, optional=True)
     trained = {run.config.train_length for run in opened}
     lengths = default_lengths(min(trained)) if config.lengths is None else sorted(set(config.lengths))
     least = 1 if config.protocol == "nonoverlapping" else config.stride or 1
     lengths = sorted({*lengths, *(n for n in trained if lengths and least <= n <= max(lengths))})
-    stride = config.stride or default_stride(min(trained), lengths)
+    stride = default_stride(min(trained), lengths) if config.stride is None else config.stride
     protocols = PROTOCOLS if config.protocol == "both" else (config.protocol,)
     return Scoring(tuple(lengths), protocols, stride, config.max_windows, config.documents, config.by_position)
 

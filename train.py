@@ -66,7 +66,7 @@ class Trainer:
 
         self.step, self.saved, state = 0, None, {}  # saved: the step of the last checkpoint
         if config.resume:
-            weights = Path(ranks.share(str(latest_checkpoint(folder)) if ranks.first else None))
+            weights = ranks.share(latest_checkpoint(folder) if ranks.first else None)
             self.model, state = load_weights(weights), load_state(weights)
             self.step = self.saved = state["step"]
             log.info("resume   %s, step %d of %d", folder, self.step, t.max_steps)
@@ -330,10 +330,8 @@ def main(config: DictConfig) -> float:
         if config.resume:
             config = run_folder.resumed(config, list(hydra_config.overrides.task))
             folder = Path(config.resume).expanduser()
-        else:
-            run_folder.fix_scaling(config)
         config.data = DataConfig(**config.data)
-        trainer = Trainer(config, check_settings(config, ranks.world_size), Path(ranks.share(str(folder))), ranks)
+        trainer = Trainer(config, check_settings(config, ranks.world_size), ranks.share(folder), ranks)
         log.info("run      %s", trainer.folder)
         return trainer.train()
 

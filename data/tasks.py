@@ -9,6 +9,7 @@ import math
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 from numpy.random import Generator
@@ -72,14 +73,10 @@ def mqar(rng: Generator, length: int, symbols: int) -> String:
     return ids, targets
 
 
-def distinct(answer: Callable[[np.ndarray], np.ndarray]) -> Callable[[Generator, int, int], String]:
-    """The task of distinct symbols, and what `answer` makes of them."""
-
-    def draw(rng: Generator, length: int, symbols: int) -> String:
-        given = rng.permutation(symbols)[:length]
-        return framed(given, answer(given))
-
-    return draw
+def distinct(rng: Generator, length: int, symbols: int, answer: Callable[[np.ndarray], np.ndarray]) -> String:
+    """Distinct symbols, and what `answer` makes of them."""
+    given = rng.permutation(symbols)[:length]
+    return framed(given, answer(given))
 
 
 @dataclass(frozen=True)
@@ -94,9 +91,9 @@ class Kind:
 
 
 TASKS = {
-    "copy": Kind(distinct(lambda given: given)),
-    "reverse": Kind(distinct(lambda given: given[::-1])),
-    "sort": Kind(distinct(np.sort)),
+    "copy": Kind(partial(distinct, answer=lambda given: given)),
+    "reverse": Kind(partial(distinct, answer=lambda given: given[::-1])),
+    "sort": Kind(partial(distinct, answer=np.sort)),
     "repeat_copy": Kind(repeat_copy, 2, count=lambda n, _: 2**n),
     "majority": Kind(majority, 2, lambda n: n + 4, lambda n, _: 2**n),
     "parity": Kind(parity, 4, lambda n: n + 4, lambda n, _: 2**n, shortest=0),
@@ -127,8 +124,7 @@ class Task:
         fit = [len(bounds) == 2 and 0 <= bounds[0] <= bounds[1] >= least for bounds in self.test]
         if not fit or not all(fit):
             raise ValueError(f"task.test={self.test}: must be [lowest, highest] lengths, the highest at least {least}")
-        self.ranges = [(low, high) for low, high in self.test]
-        longest = max(self.train_max, *(high for _, high in self.ranges))
+        longest = max(self.train_max, *(high for _, high in self.test))
         self.symbols = self.kind.symbols or longest
         self.vocab_size = SYMBOL + self.symbols
         self.fingerprint = f"{self.name}_{self.train_max}_{self.symbols}"  # training strings depend on it, and the seed
@@ -138,7 +134,7 @@ class Task:
 
     @property
     def summary(self) -> str:
-        tests = ", ".join(f"{low}-{high}" for low, high in self.ranges)
+        tests = ", ".join(f"{low}-{high}" for low, high in self.test)
         return f"task {self.name}, training lengths to {self.train_max}, {self.strings} test strings of each of {tests}"
 
     def batch(self, size: int, seed: int, step: int, rank: int = 0, ranks: int = 1) -> tuple[np.ndarray, np.ndarray]:

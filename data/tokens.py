@@ -13,6 +13,7 @@ import re
 import tempfile
 from array import array
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
@@ -116,13 +117,10 @@ def _fill(folder: Path, meta: dict, config: DataConfig, tokenizer: Tokenizer, sa
 def _write_ids(folder: Path, blocks: Iterable[tuple[str, np.ndarray]], tokenizer: Tokenizer) -> dict:
     """Write blocks of ids, each with its split, and where documents begin: after the end of another."""
     begins, tokens, documents = {split: array("q") for split in SPLITS}, dict.fromkeys(SPLITS, 0), {}
-    with (
-        open(folder / "train.bin", "wb") as train,
-        open(folder / "val.bin", "wb") as val,
-        tqdm(blocks, unit=" blocks", unit_scale=True, leave=False, disable=None) as progress,
-    ):
+    with ExitStack() as stack, tqdm(blocks, unit=" blocks", unit_scale=True, leave=False, disable=None) as progress:
+        files = {split: stack.enter_context(open(folder / f"{split}.bin", "wb")) for split in SPLITS}
         for split, ids in progress:
-            (train if split == "train" else val).write(ids.astype(np.min_scalar_type(tokenizer.vocab_size - 1)))
+            files[split].write(ids.astype(np.min_scalar_type(tokenizer.vocab_size - 1)))
             begins[split].extend((np.flatnonzero(ids == tokenizer.end_of_document) + tokens[split] + 1).tolist())
             tokens[split] += len(ids)
     for split in SPLITS:

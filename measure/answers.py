@@ -35,7 +35,7 @@ def evaluate_task(model: GPT, task: Any) -> list[dict]:
     task: a data.Task. Where a learned table ends before a range's strings, exact_match is None, with a note.
     """
     rows, limit = [], model.pos.max_length
-    for first, last in task.ranges:
+    for first, last in task.test:
         row, right, n = {"range": f"{first}-{last}", "from": first, "to": last}, 0, 0
         rows.append(row)
         if limit is not None and task.kind.size(last) - 1 > limit:

@@ -52,7 +52,7 @@ class Scoring:
         Raises ValueError for settings that do not fit the text or each other.
         """
         if unknown := [protocol for protocol in self.protocols if protocol not in PROTOCOLS]:
-            raise ValueError(f"protocol={unknown[0]!r}: use {' or '.join(PROTOCOLS)}")
+            raise ValueError(f"protocol={unknown[0]!r}: use {' or '.join(PROTOCOLS)}; eval.py also knows both")
         if self.documents not in (None, "within", "across"):
             raise ValueError(f"documents={self.documents!r}: use within or across, or null to let the corpus decide")
         if not self.lengths:
@@ -101,7 +101,7 @@ class Measurement:
 
     about: what was measured, and how. losses: length -> float64 (seeds, documents), nats summed over the scored tokens
     of each document that has any; counts, n_bytes: (documents,), of these tokens. Lengths past a learned table, which
-    ends at `limit`, have no losses. bins: first and last position (exclusive), losses and counts. probes: results of
+    ends at `limit`, have no losses. bins: losses and counts at positions, (first, end) -> both. probes: results of
     measure.probes, by name.
     """
 
@@ -111,7 +111,7 @@ class Measurement:
     counts: np.ndarray
     n_bytes: np.ndarray
     limit: int | None = None
-    bins: list[tuple[int, int, np.ndarray, np.ndarray]] = field(default_factory=list)
+    bins: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)
     probes: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -136,7 +136,7 @@ class Measurement:
 
     @property
     def by_position(self) -> list[dict]:
-        return [{"from": low, "to": high, **row_of(losses, counts)} for low, high, losses, counts in self.bins]
+        return [{"from": low, "to": high, **row_of(*found)} for (low, high), found in self.bins.items()]
 
     @property
     def result(self) -> dict:
@@ -191,7 +191,7 @@ class Measurement:
             return None
         losses = {n: self.losses[min(n, base)] for n in self.lengths if min(n, base) in self.losses}
         names = {"run": f"{self.label}, last {base}", "key": f"{self.about['key']}, truncated", "truncated": True}
-        return replace(self, about=self.about | names, losses=losses, limit=None, bins=[], probes={})
+        return replace(self, about=self.about | names, losses=losses, limit=None, bins={}, probes={})
 
 
 def row_of(
@@ -253,7 +253,7 @@ def measure(
         for low, high in pairwise(widening_edges(length)):
             inside = (low <= position) & (position < high)
             counts, _, nll = text.by_document(targets[inside], values[inside])
-            found[0].bins.append((low, high, nll[None], counts))
+            found[0].bins[low, high] = nll[None], counts
     return found
 
 

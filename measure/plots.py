@@ -133,8 +133,8 @@ def plot_positions(models: Sequence[Measurement], looks: dict[str, dict]) -> Plo
     Models whose table is shorter are measured in other windows, so their losses cannot be compared with the others'.
     """
     panels = []
-    for length in sorted({model.bins[-1][1] for model in models if model.bins}, reverse=True):
-        same, points = [model for model in models if model.bins and model.bins[-1][1] == length], {}
+    for length in sorted({max(model.bins)[1] for model in models if model.bins}, reverse=True):
+        same, points = [model for model in models if model.bins and max(model.bins)[1] == length], {}
         for model in same:  # x in tokens of context: positions + 1
             rows = model.by_position
             points[model.label] = [((row["from"] + row["to"] + 1) / 2, row["nll"], row["stderr"]) for row in rows]

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from measure.measurement import token_array
 from measure.statistics import standard_error
-from measure.windows import BATCH_TOKENS, widening_edges
+from measure.windows import score, widening_edges
 from model import GPT
 from model.attention import View, attention_weights
 from model.gpt import Attention
@@ -41,9 +41,7 @@ def recall(
     for distance in distances:
         between = text[:, : distance - string_length]
         ids = np.concatenate([np.hstack((start, between, strings)) for start in (strings, others)])
-        with torch.inference_mode(), evaluating(model):
-            losses = _losses(model, ids, first_scored=distance)
-        nll, control = losses.mean(axis=1).reshape(2, trials)
+        nll, control = _losses(model, ids, scored=fed).mean(axis=1).reshape(2, trials)
         row = {"distance": distance, "nll": float(nll.mean()), "stderr": standard_error(nll)}
         gain = {"gain": float((control - nll).mean()), "gain_stderr": standard_error(control - nll)}
         rows.append(row | {"control_nll": float(control.mean())} | gain)
@@ -65,11 +63,11 @@ def shift(model: GPT, tokens: Tensor | np.ndarray, windows: int = 32) -> list[di
     near = min(64, train_length // 4)
     length, rows = train_length - near, []
     ids = _windows(token_array(tokens), length + 1, windows)
-    with torch.inference_mode(), evaluating(model), torch.autocast(model.embedding.weight.device.type, enabled=False):
-        base = _losses(model, ids)
+    with torch.autocast(model.embedding.weight.device.type, enabled=False):
+        base = _losses(model, ids, length)
         for first in sorted({0, near, train_length, 8 * train_length}):
             if limit is None or first + length <= limit:
-                losses = _losses(model, ids, positions=first + torch.arange(length))
+                losses = _losses(model, ids, length, first)
                 change = losses - base
                 row = {"shift": first, "length": length, "nll": float(losses.mean())}
                 row |= {"difference": float(change.mean()), "stderr": standard_error(change.mean(axis=1))}
@@ -122,15 +120,13 @@ def _windows(tokens: np.ndarray, size: int, count: int, distinct: bool = True) -
     return tokens[starts[:, None] + np.arange(size)].astype(np.int64)
 
 
-def _losses(model: GPT, ids: np.ndarray, first_scored: int = 0, positions: Tensor | None = None) -> np.ndarray:
-    """Nats of predicting ids[:, first_scored + 1 :]: float64 (windows, T - first_scored), of ids (windows, T + 1)."""
-    losses, per_batch = [], max(1, BATCH_TOKENS // (ids.shape[1] - 1))
-    for batch in torch.from_numpy(ids).to(next(model.parameters()).device).split(per_batch):
-        targets = batch[:, 1:].clone()
-        targets[:, :first_scored] = -100
-        nll = model(batch[:, :-1], targets=targets, positions=positions)
-        losses.append(nll[:, first_scored:].cpu().double().numpy())
-    return np.concatenate(losses)
+def _losses(model: GPT, ids: np.ndarray, scored: int, first_position: int = 0) -> np.ndarray:
+    """Nats of predicting the last ids of each window: float64 (windows, scored), of ids (windows, T + 1)."""
+    windows, size = ids.shape
+    ends = size * np.arange(1, windows + 1)
+    spans = np.stack((ends - size, ends - scored, ends), axis=1)
+    (losses,) = score(model, ids.ravel(), [(size - 1, spans)], first_position=first_position)
+    return losses.reshape(windows, scored)
 
 
 PROBES = {  # of a model, a text's tokens and the longest length

@@ -53,20 +53,16 @@ def by_model(found: Sequence[Any], about: Callable[[Any], dict]) -> list[tuple[s
 
 def grouped(measurements: Sequence[Measurement]) -> list[Measurement]:
     """Seeds of one model as one measurement, protocol by protocol, in the order they come."""
-    return [_together(label, seeds) for label, seeds in by_model(measurements, lambda one: one.about)]
-
-
-def _together(label: str, seeds: list[Measurement]) -> Measurement:
-    first, names = seeds[0], [one.label for one in seeds]
-    about = first.about | {"run": label, "runs": names, "seeds": [seed for one in seeds for seed in one.seeds]}
-    losses = {length: np.concatenate([one.losses[length] for one in seeds]) for length in first.losses}
-    bins = [
-        (low, high, np.concatenate([one.bins[i][2] for one in seeds]), counts)
-        for i, (low, high, _, counts) in enumerate(first.bins)
-    ]
-    shown = tables.PROBE_TITLES.keys() & first.probes.keys()
-    probes = {name: _averaged([one.probes[name] for one in seeds]) for name in shown}
-    return replace(first, about=about, losses=losses, bins=bins, probes=probes)
+    groups = []
+    for label, seeds in by_model(measurements, lambda one: one.about):
+        first, names = seeds[0], [one.label for one in seeds]
+        about = first.about | {"run": label, "runs": names, "seeds": [seed for one in seeds for seed in one.seeds]}
+        losses = {length: np.concatenate([one.losses[length] for one in seeds]) for length in first.losses}
+        bins = {at: (np.concatenate([one.bins[at][0] for one in seeds]), first.bins[at][1]) for at in first.bins}
+        shown = tables.PROBE_TITLES.keys() & first.probes.keys()
+        probes = {name: _averaged([one.probes[name] for one in seeds]) for name in shown}
+        groups.append(replace(first, about=about, losses=losses, bins=bins, probes=probes))
+    return groups
 
 
 def _averaged(of_seeds: list[list[dict]]) -> list[dict]:
@@ -119,20 +115,13 @@ class Pages:
                 for ending in (".png", ".svg"):
                     (folder / f"{stem}{ending}").unlink(missing_ok=True)
             write_text(folder / "tables.md", "\n".join(table.markdown() for table in self.tables))
-
-            def grid(probes: bool) -> list[str]:
-                """Panel by panel, so that they stand side by side where there is room."""
-                shown = []
-                for stem, plot in made.items():
-                    for panel in plot.panels if (stem in OF_PROBES) == probes else ():
-                        image = base64.b64encode(plots.Plot([panel], plot.caption).draw("svg")).decode()
-                        shown.append(FIGURE.format(stem, image, plot.caption))
-                return ["<div class=plots>", *shown, "</div>"] if shown else []
-
-            below = [table.html() for table in self.tables]
-            body = "\n".join([*self.head(), *grid(probes=False), *below, *grid(probes=True)])
-            page = PAGE.substitute(body=body, commands=escape("\n".join(self.commands)))
-            write_text(folder / "report.html", page)
+            page = {"head": self.head(), "plots": [], "tables": [table.html() for table in self.tables], "probes": []}
+            for stem, plot in made.items():
+                for panel in plot.panels:  # one by one, so that they stand side by side where there is room
+                    image = base64.b64encode(plots.Plot([panel], plot.caption).draw("svg")).decode()
+                    page["probes" if stem in OF_PROBES else "plots"].append(FIGURE.format(stem, image, plot.caption))
+            page["commands"] = map(escape, self.commands)
+            write_text(folder / "report.html", PAGE.substitute({key: "\n".join(part) for key, part in page.items()}))
         # The last of all: where it is, the others are. JSON has no NaN and no infinity: null stands for both.
         plain = json.loads(json.dumps(self.document()), parse_constant=lambda _: None)
         write_text(folder / "extrapolation.json", json.dumps(plain, indent=1) + "\n")

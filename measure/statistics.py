@@ -52,13 +52,11 @@ def _document_variance(weights: np.ndarray, residuals: np.ndarray) -> tuple[floa
     are those of its quadratic form (Bell and McCaffrey 2002, "Bias reduction in standard errors for linear regression
     with multi-stage samples", for a weighted mean).
     """
-    w, s = weights, float((weights**2).sum())
-    leverage = 1 - 2 * w + s
-    variance = float((residuals**2 / leverage).sum())
-    a = w**2 / leverage  # the form is y' M' diag(a) M y with M = I - 1 w'; its trace is s
-    off_diagonal = s**2 * a.sum() ** 2 + 2 * a.sum() * (a * w**2).sum() - 4 * s * a.sum() * (a * w).sum()
-    off_diagonal += 2 * (a * w).sum() ** 2
-    square = (a**2 * (leverage**2 - (s - 2 * w) ** 2)).sum() + off_diagonal
+    s = float((weights**2).sum())
+    v = s / 2 - weights
+    a = weights**2 / (1 + 2 * v)  # the form is y' M' diag(a) M y with M = I - 1 w', so M M' = I + v 1' + 1 v'
+    variance = float((residuals**2 / (1 + 2 * v)).sum())
+    square = 2 * (a.sum() * (a * v**2).sum() + (a * v).sum() ** 2) + (a**2 * (1 + 4 * v)).sum()
     return variance, max(1.0, float(s**2 / square)) if square > 0 else 1.0  # rounding, where one document is all
 
 

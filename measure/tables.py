@@ -73,26 +73,22 @@ def with_error(row: dict, metric: str = "perplexity", show_error: bool = True) -
     return NOTHING if value is None else digits(value, error, show_error)
 
 
-def with_interval(value: float, low: float | None, high: float | None) -> str:
-    """`1.191 [1.163, 1.220]`: two digits of the interval's half."""
-    half = None if low is None or high is None else (high - low) / 2
+def with_interval(pair: dict | None, unit: Callable[[float], float] = exp) -> str:
+    """A paired difference as a ratio of perplexities (float: in nats): `1.191 [1.163, 1.220]`, the half to 2 digits."""
+    if pair is None:
+        return NOTHING
+    value, low, high = (None if pair[key] is None else unit(pair[key]) for key in ("difference", "low", "high"))
+    half = None if low is None else (high - low) / 2
     form = _format(value, half)
     text = digits(value, half, show_error=False)
     return text if form == "#.4g" else f"{text} [{low:{form}}, {high:{form}}]"
-
-
-def ratio(pair: dict | None) -> str:
-    """A paired difference as a ratio of perplexities."""
-    if pair is None:
-        return NOTHING
-    return with_interval(*(None if pair[key] is None else exp(pair[key]) for key in ("difference", "low", "high")))
 
 
 def difference(pair: dict | None) -> str:
     """A paired difference with its sign."""
     if pair is None:
         return NOTHING
-    text = with_interval(pair["difference"], pair["low"], pair["high"])
+    text = with_interval(pair, unit=float)
     text = text.removeprefix("-") if float(text.split()[0]) == 0 else text
     return (text if text.startswith("-") else f"+{text}").replace("-", "−")
 
@@ -119,11 +115,12 @@ def sentence(model: Measurement) -> str:
     words = f"{model.label}: within {WITHIN} up to {re.sub('^≥', 'at least', shown)} tokens ({times})"
     past = [length for length in model.lengths if length > base and length in model.losses]
     at = next((length for length in past if length >= 2 * base), max(past, default=base))
-    return f"{words}; at {at}, {ratio(model.over_train_length(at))} times its perplexity at {base}" if past else words
+    ratio = with_interval(model.over_train_length(at))
+    return f"{words}; at {at}, {ratio} times its perplexity at {base}" if past else words
 
 
 def _over_train_length(model: Measurement, length: int) -> str:
-    return "1" if length == model.about["train_length"] else ratio(model.over_train_length(length))
+    return "1" if length == model.about["train_length"] else with_interval(model.over_train_length(length))
 
 
 def _errors(models: Sequence[Measurement], meanings: str) -> str:

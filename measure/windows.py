@@ -93,12 +93,17 @@ def plan_passes(windows: Sequence[Windows], scheme: PositionScheme) -> list[tupl
 
 @torch.no_grad()  # not inference_mode: weights that a sharded model gathers in it could not be trained on afterwards
 def score(
-    model: GPT, tokens: np.ndarray, windows: Sequence[Windows], progress: Callable | None = None, ranks: Any = None
+    model: GPT,
+    tokens: np.ndarray,
+    windows: Sequence[Windows],
+    progress: Callable | None = None,
+    ranks: Any = None,
+    first_position: int = 0,
 ) -> list[np.ndarray]:
     """Of each length the losses of its windows' targets, one window after the other, in nats: float64 (targets,).
 
     The processes of a job (ranks) take turns with the batches, and then all have all losses. progress: called after
-    each round with the tokens passed in it. Dropout is off.
+    each round with the tokens passed in it. first_position: of each window's first token. Dropout is off.
     """
     if not windows:  # a learned table shorter than all lengths
         return []
@@ -110,9 +115,11 @@ def score(
             around = batches[first : first + world_size]
             # Where the last round has too few batches for all, the others pass its first one too, for nothing: the
             # passes of a sharded model need every process.
-            found = _batch_losses(model, tokens, around[rank if rank < len(around) else 0])
-            for place, values in found if rank < len(around) else ():
-                losses[place : place + len(values)] = values
+            batch = around[rank if rank < len(around) else 0]
+            nll = _batch_losses(model, tokens, batch, first_position)
+            for row, (_, start, _, scored) in zip(nll, batch, strict=True) if rank < len(around) else ():
+                for target, end, place in scored:
+                    losses[place : place + end - target] = row[target - start - 1 : end - start - 1]
             if progress is not None:
                 progress(sum(size for batch in around for _, _, size, _ in batch))
     if ranks:
@@ -131,8 +138,8 @@ def _batches(passes: list[tuple]) -> Iterator[list[tuple]]:
     yield batch
 
 
-def _batch_losses(model: GPT, tokens: np.ndarray, batch: list[tuple]) -> list[tuple[int, np.ndarray]]:
-    """The place and the losses of each window of a batch of passes."""
+def _batch_losses(model: GPT, tokens: np.ndarray, batch: list[tuple], first_position: int) -> np.ndarray:
+    """Losses of a batch of passes, in nats: float64 (B, T), 0 where no window has a target."""
     device = next(model.parameters()).device
     lengths, starts, sizes, _ = zip(*batch, strict=True)
     index = np.minimum(np.array(starts)[:, None] + np.arange(max(sizes)), len(tokens) - 1)
@@ -142,9 +149,5 @@ def _batch_losses(model: GPT, tokens: np.ndarray, batch: list[tuple]) -> list[tu
         for first, end, _ in scored:
             row[first - start - 1 : end - start - 1] = tokens[first:end]
     inputs, wanted = (torch.from_numpy(array).to(device) for array in (ids, targets))
-    nll = model(inputs, targets=wanted, scaling_length=lengths[0]).cpu().double().numpy()
-    return [
-        (place, row[first - start - 1 : end - start - 1])
-        for row, (_, start, _, scored) in zip(nll, batch, strict=True)
-        for first, end, place in scored
-    ]
+    positions = first_position + torch.arange(ids.shape[1])
+    return model(inputs, targets=wanted, scaling_length=lengths[0], positions=positions).cpu().double().numpy()

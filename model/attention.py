@@ -27,17 +27,17 @@ class View(NamedTuple):
     rotate: Callable[[Tensor], Tensor] | None = None  # queries or keys -> the same, turned by their positions
     cache: Cache | None = None
     shared: dict | None = None  # biases of earlier layers of a pass, by block of queries
+    block: int | None = None  # where its queries begin, to share their bias with other layers; None: not to be shared
     window: int | None = None  # a query sees itself and the window - 1 tokens before it; None: all before it
     sinks: Tensor | None = None  # (H,): logits in the softmax's denominator whose value is 0 (gpt-oss, 2025)
 
-    def bias(self, q: Tensor, block: int | None = None) -> Tensor:
+    def bias(self, q: Tensor) -> Tensor:
         """The scheme's bias, -inf at keys not seen: (1 or B, 1 or H, Tq, Tk) in q's dtype. Nothing else masks.
 
-        With sinks (1 or B, H, Tq, 1 + Tk): the first column is theirs, for a key of zeros before the others. block:
-        where its queries begin, to share the bias with other layers; None: not to be shared.
+        With sinks (1 or B, H, Tq, 1 + Tk): the first column is theirs, for a key of zeros before the others.
         """
-        shared = {} if self.shared is None or block is None or self.scheme.bias_sees_queries else self.shared
-        key = self.scheme, self.window, block
+        shared = {} if self.shared is None or self.block is None or self.scheme.bias_sees_queries else self.shared
+        key = self.scheme, self.window, self.block
         if key not in shared:
             hidden = self.key_positions > self.positions[:, None]
             if self.window is not None:
@@ -50,12 +50,10 @@ class View(NamedTuple):
         return torch.cat((sinks, shared[key].expand(-1, q.shape[1], -1, -1)), dim=-1)
 
 
-def attention_weights(q: Tensor, k: Tensor, view: View, block: int | None = None) -> Tensor:
+def attention_weights(q: Tensor, k: Tensor, view: View) -> Tensor:
     """softmax(q kᵀ / √head_dim + bias), (B, H, Tq, Tk), 0 at keys not seen. q and k as rotated, with as many heads."""
-    scores = (q / math.sqrt(q.shape[-1])) @ k.mT
-    if view.sinks is not None:
-        scores = F.pad(scores, (1, 0))
-    weights = (scores + view.bias(q, block)).softmax(dim=-1)
+    k = k if view.sinks is None else F.pad(k, (0, 0, 1, 0))
+    weights = ((q / math.sqrt(q.shape[-1])) @ k.mT + view.bias(q)).softmax(dim=-1)
     return weights if view.sinks is None else weights[..., 1:]
 
 
@@ -84,16 +82,16 @@ def softmax_attention(q: Tensor, k: Tensor, v: Tensor, view: View, dropout: floa
         block, past = slice(start, start + rows), Tk - Tq + start
         seen = slice(max(0, past + 1 - window) if window else 0, past + min(rows, Tq - start))
         part, keys, values = q[:, :, block], k[:, :, seen], v[:, :, seen]
-        at = view._replace(positions=positions[block], key_positions=key_positions[seen])
         share = start if H * Tq * Tk <= BLOCK else None
+        at = view._replace(positions=positions[block], key_positions=key_positions[seen], block=share)
         if plain:
-            weights = F.dropout(attention_weights(part, keys, at, share).to(v.dtype), dropout)
+            weights = F.dropout(attention_weights(part, keys, at).to(v.dtype), dropout)
             output = weights @ values
             if scheme.weighs_values:
                 output = output + scheme.values(weights, at.positions, at.key_positions)
             outputs.append(output)
         else:
-            bias = at.bias(part, share)
+            bias = at.bias(part)
             if sinks is not None:
                 keys, values = (F.pad(x, (0, 0, 1, 0)) for x in (keys, values))
             outputs.append(F.scaled_dot_product_attention(part, keys, values, bias, dropout, enable_gqa=grouped))

@@ -3,12 +3,9 @@
 from collections.abc import Hashable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from model.checks import check_whole
-from model.config import GPTConfig
-
-_UNFINISHED = object()  # a regime that equals no other
 
 
 class Cache:
@@ -19,25 +16,20 @@ class Cache:
     so the cache keeps its tokens and the model passes all of them again (`pending`); also after a pass that raised.
     """
 
-    def __init__(
-        self,
-        config: GPTConfig,
-        batch_size: int,
-        max_length: int,
-        scaling_length: int | None,
-        dtype: torch.dtype,
-        device: torch.device,
-    ):
+    def __init__(self, model: nn.Module, batch_size: int, max_length: int, scaling_length: int | None):
         check_whole("batch_size", batch_size)
         check_whole("max_length", max_length)
         check_whole("scaling_length", scaling_length, optional=True)
         self.batch_size, self.max_length, self.scaling_length = batch_size, max_length, scaling_length
-        self.tokens = torch.zeros((batch_size, max_length), dtype=torch.int64, device=device)
+        weight, c = model.embedding.weight, model.config
+        self.tokens = torch.zeros((batch_size, max_length), dtype=torch.int64, device=weight.device)
         self.length, self.regime = 0, None  # as of PositionScheme.regime
         self.states: dict[int, tuple[Tensor, Tensor]] = {}  # of linear attention, by layer
-        if config.attention == "softmax":
-            shape = (2, config.n_layer, batch_size, config.n_kv_head, max_length, config.head_dim)
-            self.keys, self.values = torch.zeros(shape, dtype=dtype, device=device)
+        if c.attention == "softmax":
+            autocast = torch.is_autocast_enabled(weight.device.type) and weight.dtype == torch.float32
+            dtype = torch.get_autocast_dtype(weight.device.type) if autocast else weight.dtype
+            shape = (2, c.n_layer, batch_size, c.n_kv_head, max_length, c.head_dim)
+            self.keys, self.values = torch.zeros(shape, dtype=dtype, device=weight.device)
 
     def pending(self, tokens: Tensor, regime: Hashable) -> tuple[Tensor, int]:
         """The tokens to pass and the position of the first: the new ones, or all where the frequencies are others.
@@ -50,10 +42,11 @@ class Cache:
                 f"tokens ({batch_size}, {new}) do not fit: the cache has room for {self.batch_size} sequences of "
                 f"max_length={self.max_length} tokens, and holds {self.length}"
             )
-        valid, self.regime = self.length == 0 or regime == self.regime, _UNFINISHED
-        if valid:
-            return tokens, self.length
-        return torch.cat((self.tokens[:, : self.length], tokens), dim=1), 0
+        end = self.length + new
+        self.tokens[:, self.length : end] = tokens
+        start = self.length if regime == self.regime else 0
+        self.regime = object()  # equals no other: until the pass is done, what is held is not to be relied on
+        return self.tokens[:, start:end], start
 
     def append(self, layer: int, start: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Write a layer's keys and values (B, n_kv_head, T, head_dim) from `start` on; all of them so far, as views."""
@@ -61,8 +54,3 @@ class Cache:
         self.keys[layer, :, :, start:end] = k
         self.values[layer, :, :, start:end] = v
         return self.keys[layer, :, :, :end], self.values[layer, :, :, :end]
-
-    def advance(self, tokens: Tensor, start: int, regime: Hashable) -> None:
-        """Count passed tokens as held, after every layer has done its part."""
-        self.tokens[:, start : start + tokens.shape[1]] = tokens
-        self.length, self.regime = start + tokens.shape[1], regime

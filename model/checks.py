@@ -35,17 +35,17 @@ def check_tensor(name: str, value: Any, dtypes: tuple[torch.dtype, ...] = INTEGE
         raise ValueError(f"{name} must be a tensor of {kind}, found {found}")
 
 
-def check_ids(name: str, ids: Any, vocab_size: int, device: torch.device) -> None:
-    """Raise ValueError unless ids are integers (B, T), B and T at least 1, on the device, in the vocabulary."""
+def check_ids(name: str, ids: Any, model: torch.nn.Module) -> None:
+    """Raise ValueError unless ids are integers (B, T), B and T at least 1, on the model's device, in its vocabulary."""
     check_tensor(name, ids)
     if ids.ndim != 2 or 0 in ids.shape:
         raise ValueError(f"{name} must be (B, T) with B and T of at least 1, found {tuple(ids.shape)}")
-    if ids.device != device:
-        raise ValueError(f"{name} are on {ids.device}, the model is on {device}")
+    if ids.device != model.embedding.weight.device:
+        raise ValueError(f"{name} are on {ids.device}, the model is on {model.embedding.weight.device}")
     if ids.device.type == "cpu" and not torch.compiler.is_compiling():
         for found in map(int, ids.aminmax()):
-            if not 0 <= found < vocab_size:
-                raise ValueError(f"token id {found} is outside the vocabulary (0 to {vocab_size - 1})")
+            if not 0 <= found < model.config.vocab_size:
+                raise ValueError(f"token id {found} is outside the vocabulary (0 to {model.config.vocab_size - 1})")
 
 
 def check_positions(positions: Any, tokens: torch.Tensor, gaps: bool) -> None:

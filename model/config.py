@@ -100,11 +100,6 @@ class GPTConfig:
         with torch.device("meta"):
             build_scheme(self)  # which checks the ranges of its own keys
 
-    @property
-    def padded_vocab_size(self) -> int:
-        """Rows of the embedding: the next multiple of 64, which matrix products are fastest at."""
-        return -(-self.vocab_size // 64) * 64
-
     @classmethod
     def from_dict(cls, values: dict, **others) -> "GPTConfig":
         """From a plain mapping, and settings that are none of its; ValueError for keys not known."""

@@ -25,14 +25,13 @@ def convert_layout(model: GPT, layout: str) -> GPT:
         raise ValueError(f"pos={c.pos['name']}: has no layout to convert, only pos=rope has")
     with torch.device("meta"):  # no weights are drawn
         converted = GPT(replace(c, pos={**c.pos, "layout": layout}))
-    tensors = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    rows = torch.arange((c.n_head + 2 * c.n_kv_head) * c.head_dim).view(-1, c.head_dim)
     if layout != c.pos["layout"]:
         planes = torch.arange(model.pos.rotary_dim).view((2, -1) if layout == "interleaved" else (-1, 2))
-        rows = torch.arange((c.n_head + 2 * c.n_kv_head) * c.head_dim).view(-1, c.head_dim)
         turning = rows[: c.n_head + c.n_kv_head, : model.pos.rotary_dim]  # a view: query heads, then key heads
         turning.copy_(turning[:, planes.T.flatten()])
-        for name in (name for name in tensors if ".qkv." in name):
-            tensors[name] = tensors[name][rows.flatten().to(tensors[name].device)]
+    state = model.state_dict()
+    tensors = {name: tensor[rows.flatten()] if ".qkv." in name else tensor.clone() for name, tensor in state.items()}
     converted.load_state_dict(tensors, assign=True)
     return converted.train(model.training)
 

@@ -5,7 +5,6 @@ prefill and decoding: only the positions differ.
 """
 
 import math
-from contextlib import nullcontext
 
 import torch
 import torch.nn.functional as F
@@ -105,7 +104,8 @@ class GPT(nn.Module):
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.config = config
-        self.embedding = nn.Embedding(config.padded_vocab_size, config.width)
+        rows = -(-config.vocab_size // 64) * 64  # the next multiple of 64, which matrix products are fastest at
+        self.embedding = nn.Embedding(rows, config.width)
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
         self.norm = nn.LayerNorm(config.width, bias=config.bias)
         for module in self.modules():
@@ -138,19 +138,18 @@ class GPT(nn.Module):
         Raises ValueError for shapes that do not fit, ids outside the vocabulary (on the CPU only: elsewhere looking
         would stall every step), positions past a learned table and a full cache; the cache then keeps what it holds.
         """
-        known = self.config.vocab_size, self.embedding.weight.device
-        check_ids("tokens", tokens, *known)
+        check_ids("tokens", tokens, self)
         if targets is not None:
             if targets.shape != tokens.shape:
                 raise ValueError(f"targets {tuple(targets.shape)} must have the shape of tokens {tuple(tokens.shape)}")
-            check_ids("targets", targets.masked_fill(targets == -100, 0), *known)
+            check_ids("targets", targets.masked_fill(targets == -100, 0), self)
         check_whole("scaling_length", scaling_length, optional=True)
         if cache is not None and (positions is not None or scaling_length not in (None, cache.scaling_length)):
             raise ValueError("positions and scaling_length are the cache's own: leave them out with a cache")
         if positions is not None:
             check_positions(positions, tokens, gaps=not (self.pos.biased or self.config.window))
             positions = positions.to(tokens.device, non_blocking=True)
-        with nullcontext() if cache is None else torch.no_grad():
+        with torch.set_grad_enabled(torch.is_grad_enabled() and cache is None):
             length, start, passed = scaling_length or tokens.shape[1], 0, tokens
             if cache is not None:
                 length = cache.scaling_length or cache.length + tokens.shape[1]
@@ -159,15 +158,14 @@ class GPT(nn.Module):
             end = start + passed.shape[1]
             if self.pos.max_length is not None:
                 self.pos.check_position(end - 1 if positions is None else int(positions[-1]))
-            if positions is None:
-                positions = torch.arange(start, end, device=tokens.device)
-            key_positions = positions if cache is None else torch.arange(end, device=tokens.device)
+            key_positions = torch.arange(end, device=tokens.device) if positions is None else positions
+            positions = key_positions[start:]
             p = View(self.pos, positions, key_positions, self.pos.rotation(positions, length), cache, {})
             x = F.dropout(self.pos.embed(self.embedding(passed), positions), self.config.dropout, self.training)
             for block in self.blocks:
                 x = block(x, p)
             if cache is not None:
-                cache.advance(passed, start, regime)
+                cache.length, cache.regime = end, regime
             x = self.norm(x[:, -1 if last_only else -tokens.shape[1] :])  # (B, T, D)
             if targets is not None:  # evaluation often scores few of many
                 scored = slice(None) if self.training else targets.flatten() != -100
@@ -176,24 +174,20 @@ class GPT(nn.Module):
             if targets is None:
                 return logits
             logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-            losses = F.cross_entropy(logits, wanted, ignore_index=-100, reduction="none")
-            if self.training:
-                return losses.view_as(targets)
-            return losses.new_zeros(targets.shape).masked_scatter(targets != -100, losses)
+            losses = logits.new_zeros(targets.numel())
+            losses[scored] = F.cross_entropy(logits, wanted, ignore_index=-100, reduction="none")
+            return losses.view_as(targets)
 
     def new_cache(self, batch_size: int, max_length: int, scaling_length: int | None = None) -> Cache:
         """An empty cache on the model's device, in the dtype its keys have (autocast's, where that is on).
 
         scaling_length: see forward; the length that the sequence will have in the end is the usual choice.
         """
-        weight = self.embedding.weight
-        autocast = torch.is_autocast_enabled(weight.device.type) and weight.dtype == torch.float32
-        dtype = torch.get_autocast_dtype(weight.device.type) if autocast else weight.dtype
-        return Cache(self.config, batch_size, max_length, scaling_length, dtype=dtype, device=weight.device)
+        return Cache(self, batch_size, max_length, scaling_length)
 
     def generate(self, tokens: Tensor, max_new_tokens: int, **settings) -> Tensor:
         """Continue int64 (B, T) to (B, T + max_new_tokens); other settings and errors as in `sampling.stream`."""
-        check_ids("tokens", tokens, self.config.vocab_size, self.embedding.weight.device)
+        check_ids("tokens", tokens, self)
         check_whole("max_new_tokens", max_new_tokens, 0)
         new = stream(self, list(tokens), max_new_tokens, **settings) if max_new_tokens else ()
         return torch.cat((tokens, *(ids[:, None] for ids in new)), dim=1)

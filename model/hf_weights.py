@@ -7,6 +7,7 @@ value heads are repeated there. What has no equal is refused, in both directions
 
 import math
 from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 import torch
@@ -44,14 +45,29 @@ KEYS = {"beta_fast": "beta_fast", "beta_slow": "beta_slow", "short": "short_fact
 KEYS |= {"low": "low_freq_factor", "high": "high_freq_factor"}
 
 
-def _names(kind: str, n_layer: int) -> Iterator[tuple[str, list[str]]]:
-    """The name of each of our weights and biases, and the one or three names of theirs."""
-    for ours, columns in MODULES.items():
-        theirs = columns[KINDS.index(kind)]
-        for layer in range(n_layer if "{}" in ours else 1):
-            names = [theirs.format(layer).replace("?", letter) for letter in ("qkv" if "?" in theirs else "-")]
-            for suffix in ("weight", "bias"):
-                yield f"{ours.format(layer)}.{suffix}", [f"{name}.{suffix}" for name in names]
+def _pairs(theirs: Any, ours: GPT) -> Iterator[tuple[Tensor, Tensor, Tensor | slice]]:
+    """Each tensor of theirs, the one of ours that has it, and in which rows; no biases that either lacks.
+
+    GPT-2 and GPT-NeoX have q, k and v in one tensor, GPT-NeoX those of a head, then of the next. GPT-2's matrices are
+    (in, out), and are given transposed.
+    """
+    c, kind, here, there = ours.config, theirs.config.model_type, ours.state_dict(), theirs.state_dict()
+    heads = torch.arange((c.n_head + 2 * c.n_kv_head) * c.head_dim).view(-1, c.head_dim)
+    qkv = heads.split((c.n_head, c.n_kv_head, c.n_kv_head))
+    if kind != "starcoder2":
+        repeated = [part.repeat_interleave(c.n_head // len(part), dim=0) for part in qkv]
+        qkv = [torch.stack(repeated, dim=1 if kind == "gpt_neox" else 0)]
+    rows_of = {"embedding": [slice(c.vocab_size)], "blocks.{}.attention.qkv": [part.flatten() for part in qkv]}
+    for name, columns in MODULES.items():
+        their_name, parts = columns[KINDS.index(kind)], zip("qkv", rows_of.get(name, [slice(None)]), strict=False)
+        layers = range(c.n_layer if "{}" in name else 1)
+        for layer, suffix, (letter, rows) in product(layers, ("weight", "bias"), parts):
+            tensor = there.get(f"{their_name.format(layer).replace('?', letter)}.{suffix}")
+            mine = here.get(f"{name.format(layer)}.{suffix}")
+            if tensor is not None and mine is not None:
+                yield tensor.t() if kind == "gpt2" and "{}" in name else tensor, mine, rows
+    if kind == "gpt2":
+        yield there["transformer.wpe.weight"], here["pos.table"], slice(None)
 
 
 def to_transformers(model: GPT, end_of_document: int | None = None) -> Any:
@@ -81,25 +97,9 @@ def to_transformers(model: GPT, end_of_document: int | None = None) -> Any:
     settings |= dict.fromkeys(("bos_token_id", "eos_token_id"), end_of_document)
     theirs = AutoConfig.for_model(kind, **{key: value for key, value in settings.items() if hasattr(known, key)})
     exported = AutoModelForCausalLM.from_config(theirs).to(model.embedding.weight.dtype).eval()
-    ours = {name: tensor.cpu() for name, tensor in model.state_dict().items()}
-    ours["embedding.weight"] = ours["embedding.weight"][: c.vocab_size]
-    tensors = {"transformer.wpe.weight": ours["pos.table"]} if kind == "gpt2" else {}
-    for name, names in _names(kind, c.n_layer):
-        if name in ours:  # a bias that ours lacks is zero there
-            tensors |= zip(names, _their_tensors(kind, c, name, ours[name]), strict=True)
-    exported.load_state_dict(tensors, strict=False)  # its output counts as another matrix than its embedding
+    for tensor, ours, rows in _pairs(exported, model):
+        tensor.copy_(ours[rows])
     return exported
-
-
-def _their_tensors(kind: str, c: GPTConfig, name: str, tensor: Tensor) -> list[Tensor]:
-    """A tensor of ours as theirs: GPT-NeoX has q, k, v of a head, then of the next; GPT-2's matrices are (in, out)."""
-    if ".qkv." in name:
-        q, k, v = tensor.unflatten(0, (-1, c.head_dim)).split((c.n_head, c.n_kv_head, c.n_kv_head))
-        if kind == "starcoder2":
-            return [x.flatten(0, 1) for x in (q, k, v)]
-        k, v = (x.repeat_interleave(c.n_head // c.n_kv_head, dim=0) for x in (k, v))
-        tensor = torch.stack((q, k, v), dim=1 if kind == "gpt_neox" else 0).flatten(0, 2)
-    return [tensor.T if kind == "gpt2" and tensor.ndim == 2 and "blocks" in name else tensor]
 
 
 def _rope_parameters(model: GPT) -> dict:
@@ -142,27 +142,18 @@ def check_architecture(theirs: Any) -> None:
 def from_transformers(model: Any) -> GPT:
     """The model as a GPT in evaluation mode, float32; its sliding window is the training length. ValueError: no fit."""
     check_architecture(model.config)
-    kind = model.config.model_type
-    theirs = {name: tensor.detach().float().cpu() for name, tensor in model.state_dict().items()}
-    imported = GPT(c := _our_config(model, theirs)).eval()
-    ours = imported.state_dict()
-    if kind == "gpt2":
-        ours["pos.table"].copy_(theirs["transformer.wpe.weight"])
-    for name, names in _names(kind, c.n_layer):
-        if name in ours and names[0] in theirs:  # a bias that theirs lacks is zero
-            tensor = torch.cat([theirs[each] for each in names])
-            if kind == "gpt2" and tensor.ndim == 2 and "blocks" in name:
-                tensor = tensor.T
-            if kind == "gpt_neox" and ".qkv." in name:
-                tensor = tensor.unflatten(0, (c.n_head, 3, c.head_dim)).transpose(0, 1).flatten(0, 2)
-            ours[name].zero_()[: len(tensor)] = tensor  # zeros: the vocabulary's padding
+    imported = GPT(_our_config(model)).eval()
+    torch.nn.init.zeros_(imported.embedding.weight)  # the vocabulary's padding
+    for tensor, ours, rows in _pairs(model, imported):
+        ours[rows] = tensor
     return imported
 
 
-def _our_config(model: Any, state: dict) -> GPTConfig:
-    theirs, bias = model.config, any(bool(tensor.any()) for name, tensor in state.items() if name.endswith("bias"))
+def _our_config(model: Any) -> GPTConfig:
+    theirs = model.config
     head_dim, length = theirs.hidden_size // theirs.num_attention_heads, theirs.max_position_embeddings
-    shape = {ours: getattr(theirs, name, None) for ours, name in SHAPE.items()} | {"head_dim": head_dim, "bias": bias}
+    shape = {ours: getattr(theirs, name, None) for ours, name in SHAPE.items()} | {"head_dim": head_dim}
+    shape["bias"] = any(bias.any() for name, bias in model.named_parameters() if name.endswith("bias"))
     shape["train_length"] = min(length, getattr(theirs, "sliding_window", None) or length)
     if theirs.model_type == "gpt2":
         return GPTConfig(**shape, pos={"name": "learned"})

@@ -42,19 +42,17 @@ def stream(
     any work, where a learned table is too short.
     """
     for prompt in prompts:
-        check_ids("tokens", prompt[None], model.config.vocab_size, model.embedding.weight.device)
+        check_ids("tokens", prompt[None], model)
     check_whole("max_new_tokens", max_new_tokens)
     if not is_number(temperature) or temperature < 0:
         raise ValueError(f"temperature={temperature!r}: must be a finite number of at least 0 (0: the likeliest token)")
     check_whole("top_k", top_k, optional=True)
     if top_p is not None and (not is_number(top_p) or not 0 < top_p <= 1):
         raise ValueError(f"top_p={top_p!r}: must be above 0 and at most 1, or None for all tokens")
-    shortest, longest = min(map(len, prompts)), max(map(len, prompts))
-    total = longest + max_new_tokens
+    shortest, total = min(map(len, prompts)), max(map(len, prompts)) + max_new_tokens
     model.pos.check_position(total - 2)  # the last token drawn is never fed back
-    text = torch.full((len(prompts), total), -1, device=prompts[0].device)
-    for row, prompt in zip(text, prompts, strict=True):
-        row[: len(prompt)] = prompt
+    text = nn.utils.rnn.pad_sequence(list(prompts), batch_first=True, padding_value=-1)
+    text = nn.functional.pad(text, (0, max_new_tokens), value=-1)
     cache = model.new_cache(len(prompts), total - 1, scaling_length) if use_cache else None
     with evaluating(model):
         for end in range(shortest, total):

@@ -19,8 +19,8 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 from model import GPT, load_run
-from model.checkpoint import latest_checkpoint, read_config, write_text
-from runs.settings import CONFIGS, TrainConfig, checked, task_of
+from model.checkpoint import write_text
+from runs.settings import CONFIGS, TrainConfig, checked
 
 log = logging.getLogger("ropewalk")
 PACKAGES = ("torch", "numpy", "tiktoken", "datasets", "hydra-core", "wandb", "safetensors")
@@ -80,19 +80,6 @@ def resumed(config: DictConfig, overrides: list[str]) -> DictConfig:
             raise ValueError(f"{key}: cannot change in a resumed run; {', '.join(RESUMABLE)} can, or use init_from=")
         OmegaConf.update(settings, key, OmegaConf.select(config, key))
     return settings
-
-
-def fix_scaling(config: DictConfig) -> None:
-    """Fill in what a new run's frequency scaling leaves open: where it starts from, and its factor."""
-    model, scaling = config.model, config.scaling
-    if scaling is None or scaling.name == "none":
-        return
-    if task := task_of(config):
-        model.train_length = task.train_length
-    if config.init_from and model.get("original_length") is None:
-        model.original_length = read_config(latest_checkpoint(Path(config.init_from).expanduser())).original_length
-    if scaling.get("factor", 1) is None and scaling.name != "dynamic" and model.get("original_length"):
-        scaling.factor = model.train_length / model.original_length
 
 
 def start_from(model: GPT, source: Path) -> None:

@@ -19,6 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 from data import DataConfig, Task, get_tokenizer
 from data.tasks import TASKS
 from model import GPTConfig
+from model.checkpoint import latest_checkpoint, read_config
 from model.positions import SCHEMES
 from runs.tracking import MODES
 
@@ -176,13 +177,26 @@ def task_of(config: DictConfig) -> Task | None:
     return task
 
 
-def vocab_size_of(config: DictConfig) -> int:
-    task = task_of(config)
-    return task.vocab_size if task else get_tokenizer(**config.tokenizer).vocab_size
+def model_config(config: DictConfig) -> GPTConfig:
+    """The model that the settings describe."""
+    plain, source = OmegaConf.to_container(config), task_of(config) or get_tokenizer(**config.tokenizer)
+    others = {"vocab_size": source.vocab_size, "pos": plain["pos"], "scaling": plain["scaling"]}
+    return GPTConfig.from_dict(plain["model"], **others)
+
+
+def _fix_scaling(config: DictConfig) -> None:
+    """Fill in what a run's frequency scaling leaves open: where it starts from, and its factor."""
+    model, scaling = config.model, config.scaling
+    if scaling is None or scaling.name == "none":
+        return
+    if config.init_from and model.get("original_length") is None:
+        model.original_length = read_config(latest_checkpoint(Path(config.init_from).expanduser())).original_length
+    if scaling.get("factor", 1) is None and scaling.name != "dynamic" and model.get("original_length"):
+        scaling.factor = model.train_length / model.original_length
 
 
 def check_settings(config: DictConfig, world_size: int = 1) -> GPTConfig:
-    """The model that the settings describe. ValueError, naming the setting, for what is wrong with any of them."""
+    """The model that the settings describe, after filling in what they leave open. ValueError, naming a wrong one."""
     for key, (least, below) in LIMITS.items():
         value = OmegaConf.select(config, key)
         if value is not None and not least <= value < below:
@@ -198,9 +212,8 @@ def check_settings(config: DictConfig, world_size: int = 1) -> GPTConfig:
         raise ValueError(f"train.batch_size={t.batch_size}: must be a multiple of the {world_size} processes")
     if task := task_of(config):
         config.model.train_length = task.train_length
-    plain = OmegaConf.to_container(config)
-    others = {"vocab_size": vocab_size_of(config), "pos": plain["pos"], "scaling": plain["scaling"]}
-    model = GPTConfig.from_dict(plain["model"], **others)
+    _fix_scaling(config)
+    model = model_config(config)
     scheme = SCHEMES[model.pos["name"]]
     if t.position_range > 1 and (scheme.biased or model.window or scheme is SCHEMES["learned"]):
         needs = "positions in a row, within the training length"

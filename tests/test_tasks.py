@@ -14,7 +14,6 @@ from eval import EvalConfig, evaluate_task, sample_text
 from measure.answers import measure_task, wilson
 from model import GPT
 from model.positions import SCHEMES
-from runs.folder import fix_scaling
 from runs.settings import check_settings
 from tests.helpers import small_model
 from tests.trained import assert_near, command, composed, measure, metrics, run, same, weights
@@ -222,7 +221,7 @@ def test_what_does_not_fit_tasks_is_refused_by_name(two_runs, tmp_path):
     with pytest.raises(ValueError, match=r"model\.train_length=99: leave it out"):
         check_settings(composed(*SMALL, "model.train_length=99"))
     stretched = composed(*SMALL, "scaling=yarn", "model.original_length=5")
-    fix_scaling(stretched)
+    check_settings(stretched)
     assert stretched.scaling.factor == 3.0  # 15 positions of six symbols, given and answered
     with pytest.raises(ValueError, match=r"train\.position_range=2\.0: not with task\.random_offset=true"):
         check_settings(composed(*SMALL, "train.position_range=2", "task.random_offset=true"))

@@ -16,7 +16,7 @@ from wandb.util import get_core_path
 
 from measure.plots import Plot
 from model.checkpoint import latest_checkpoint
-from runs.folder import RESUMABLE, fix_scaling, resumed
+from runs.folder import RESUMABLE, resumed
 from runs.processes import Ranks
 from runs.settings import TrainConfig, check_settings, checked
 from train import Trainer
@@ -47,8 +47,6 @@ def run(folder: Path, *overrides, resume: bool = False, ranks: Ranks = ALONE) ->
     if resume:
         changes = [o for o in overrides if o.split("=")[0] in RESUMABLE]
         config = resumed(composed(*overrides, f"resume='{folder}'"), [*changes, f"resume={folder}"])
-    else:
-        fix_scaling(config)
     trainer = Trainer(config, check_settings(config, ranks.world_size), folder, ranks)
     with mock.patch.object(Plot, "save", lambda plot, path: path.write_bytes(b"not drawn")):  # slow; measure/ is tested
         trainer.train()

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 
 from measure import Measurement, Report, comparability, with_error
 from measure.plots import COLOURS, GREY, Plot, plot_lengths, plot_positions, styles
-from measure.tables import Table, difference, digits, ratio, usable
+from measure.tables import Table, difference, digits, usable, with_interval
 from model.positions import SCHEMES
 
 LENGTHS = (256, 512)
@@ -23,7 +23,8 @@ def measurement(name="rope_seed0", nll=(1.18, 1.87), seed=0, key=None, limit=Non
     """Made up: the losses of each length are nll per token, with noise that both lengths share."""
     noise, counts = np.random.default_rng(3).normal(0, 0.1, n), np.arange(100.0, 100 + n)
     losses = {x: counts[None] * (mean + noise) for x, mean in zip(LENGTHS, nll, strict=True) if x <= (limit or x)}
-    bins = [(2**k - 1, 2 ** (k + 1) - 1, (2 - k / 10 + noise)[None] * counts, counts) for k in range(8 if limit else 9)]
+    ends = [(2**k - 1, 2 ** (k + 1) - 1) for k in range(8 if limit else 9)]
+    bins = {at: ((2 - k / 10 + noise)[None] * counts, counts) for k, at in enumerate(ends)}
     about = {"run": name, "folder": f"outputs/{name}", "key": key or name, "seed": seed, "scaling": None}
     about |= {
         "pos": {"name": name.split("_")[0]},
@@ -54,13 +55,13 @@ def test_no_more_digits_than_the_error_allows(perplexity, stderr, text):
 
 def test_intervals_show_two_digits_of_their_half():
     pair = {"difference": math.log(1.1912), "low": math.log(1.1634), "high": math.log(1.2198)}
-    assert ratio(pair) == "1.191 [1.163, 1.220]"
-    assert ratio({**pair, "low": None, "high": None}) == "1.191"
-    assert ratio({"difference": 900.0, "low": 800.0, "high": 1000.0}) == "inf"
+    assert with_interval(pair) == "1.191 [1.163, 1.220]"
+    assert with_interval({**pair, "low": None, "high": None}) == "1.191"
+    assert with_interval({"difference": 900.0, "low": 800.0, "high": 1000.0}) == "inf"
     assert difference({"difference": -0.5, "low": -0.7, "high": -0.3}) == "−0.50 [−0.70, −0.30]"
     assert difference({"difference": 0.5, "low": None, "high": None}) == "+0.5000"
     assert difference({"difference": -0.0001, "low": -0.0211, "high": 0.0209}) == "+0.000 [−0.021, 0.021]"
-    assert (ratio(None), difference(None)) == ("–", "–")
+    assert (with_interval(None), difference(None)) == ("–", "–")
     assert digits(12.345, 0.5, show_error=False) == "12.35"
 
 
