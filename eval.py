@@ -239,7 +239,7 @@ def evaluate_tasks(
             answers.append(measure_task(model, task, run.about | {"precision": precision}))
         step, right = step_of(run.checkpoint), answers[-1]["rows"][0]["exact_match"] or 0.0
         unsolved = task.stop_at is None or right < task.stop_at
-        if config.checkpoint is None and step < run.settings.train.max_steps and unsolved:
+        if config.checkpoint is None and step < run.settings.train.max_steps and unsolved and run.scaling is None:
             log.warning("%s: step %d of %d, not trained to its end", run.folder, step, run.settings.train.max_steps)
     report = AnswerReport(answers, [*commands, *(f"left out {reason}" for reason in skipped)])
     report.write(out, html=True)
@@ -256,6 +256,7 @@ def sample_text(config: DictConfig, ranks: Ranks = Ranks()) -> list[str]:  # noq
     """Continue the prompts with one run's model; a single one is shown as it is decoded. Returns the whole texts."""
     config = checked(config, EvalConfig)
     check_whole("seed", config.seed, 0)
+    check_whole("tokens", config.tokens)
     folders, scaling = run_folders(config), OmegaConf.to_container(config)["scaling"]
     if len(folders) > 1 or config.scalings is not None or ranks.world_size > 1:
         raise ValueError("prompt=: continues with one run, one scaling= and one process, without torchrun")

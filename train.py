@@ -80,7 +80,7 @@ class Trainer:
             if config.init_from:
                 run_folder.start_from(self.model, Path(config.init_from).expanduser())
         self.pending = [*state.get("pending", [])]  # since the last row of metrics: (step, loss, gradient norm)
-        length, flops = config.model.train_length, self.model.flops_per_token(config.model.train_length)
+        length, flops = config.model.train_length, self.model.flops_per_token(self.step_tokens // t.batch_size)
         size, own = (sum(p.numel() for p in part.parameters()) for part in (self.model, self.model.pos))
         about = f"{size:,} parameters ({own:,} for positions), {flops / 1e6:.1f} MFLOP per token, train length {length}"
         log.info("model    %s: %s", scheme_name(config), about)
@@ -292,7 +292,7 @@ class Trainer:
             _, provenance = run_folder.read_run(self.folder)
             provenance["resumed"] = [*provenance.get("resumed", []), here]
         elif (self.folder / "config.yaml").exists():
-            raise ValueError(f"{self.folder}: holds a run already; resume= it, or choose another folder")
+            raise ValueError(f"{self.folder}: holds a run already; resume= it, delete it, or choose another folder")
         else:
             provenance = here | {"fingerprint": self.source.fingerprint}
             provenance["wandb_id"] = tracking.new_wandb_id(scheme_name(self.config))

@@ -172,14 +172,14 @@ class Measurement:
         base, found = self.about["train_length"], {"open": []}
         if base not in self.losses:
             return None
-        lengths = [length for length in self.lengths if length >= base and length in self.losses]
+        lengths = sorted(length for length in self.losses if length >= base)
         pairs = [self.over_train_length(length) for length in lengths]
         for key, end in (("value", "difference"), ("low", "high"), ("high", "low")):
             ends = [pair[end] for pair in pairs]
             at = None if None in ends else _crossing(lengths, ends, math.log1p(TOLERANCE))
             found[key] = None if None in ends else at or float(lengths[-1])
             found["open"] += [key] if at is None and found[key] else []
-        if self.limit is not None and self.limit < self.lengths[-1] and "value" in found["open"]:
+        if self.limit is not None and self.limit < max(self.lengths) and "value" in found["open"]:
             note = f"table ends at {self.limit}"
             found = {"value": float(self.limit), "low": None, "high": None, "open": [], "note": note}
         return found

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from html import escape
+from itertools import chain, count
 from pathlib import Path
 from string import Template
 from typing import Any
@@ -32,14 +33,15 @@ PAGE = Template((Path(__file__).parent / "page.html").read_text(encoding="utf-8"
 
 
 def labels_of(runs: Sequence[dict]) -> dict[str, str]:
-    """A label for each key: the run's name, without its seed where several names share the key; with the folder where
-    another key has that label. runs: dicts with key, run (a name) and folder."""
+    """A label for each key: the run's name, without its seed where several names share the key; with the folder, or a
+    number, where another key has that label. runs: dicts with key, run (a name) and folder."""
     labels: dict[str, str] = {}
     for one in runs:
         if one["key"] not in labels:
             several = len({other["run"] for other in runs if other["key"] == one["key"]}) > 1
             label = (several and re.sub(SEED, "", one["run"])) or one["run"]
-            labels[one["key"]] = f"{label} ({one.get('folder')})" if label in labels.values() else label
+            longer = (f"{label} ({more})" for more in chain([one.get("folder")], count(2)))
+            labels[one["key"]] = next(name for name in chain([label], longer) if name not in labels.values())
     return labels
 
 
@@ -209,7 +211,7 @@ class Report(Pages):
         first = self.measurements[0].about
         models = [model for model in next(iter(self.protocols.values())) if not model.about.get("truncated")]
         text = ", ".join(filter(None, [first["corpus"], first["documents"], coverage(first)]))
-        of = f"{first['protocol']} windows; within {tables.WITHIN} of the perplexity at the training length"
+        of = f"{' and '.join(self.protocols)} windows; within {tables.WITHIN} of the perplexity at the training length"
         told = [f"What: {of}; {tables.INTERVAL}; {first.get('precision')}. Text: {text}.", *self.notes]
         told += [f"left out: {reason}" for reason in self.skipped]
         parts = ["<h1>Length extrapolation</h1>\n<ul>", *(f"<li>{escape(tables.sentence(one))}</li>" for one in models)]

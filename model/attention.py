@@ -37,7 +37,7 @@ class View(NamedTuple):
         With sinks (1 or B, H, Tq, 1 + Tk): the first column is theirs, for a key of zeros before the others.
         """
         shared = {} if self.shared is None or self.block is None or self.scheme.bias_sees_queries else self.shared
-        key = self.scheme, self.window, self.block
+        key = self.scheme, self.window, self.block, len(self.positions)  # blocks of layers may differ in size
         if key not in shared:
             hidden = self.key_positions > self.positions[:, None]
             if self.window is not None:

@@ -10,6 +10,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import shutil
 import tempfile
 import zipfile
@@ -27,6 +28,8 @@ from model.config import GPTConfig
 from model.gpt import GPT
 
 log = logging.getLogger("ropewalk")
+
+NAME = re.compile(r"step_\d+\.(safetensors|pt)")  # of a file of a checkpoint; a folder may hold others
 
 
 def write_file(path: Path, write: Callable[[Path], Any]) -> None:
@@ -82,7 +85,8 @@ def step_of(path: Path) -> int:
 
 def checkpoints(run: str | Path) -> list[Path]:
     """The weights files of a run's checkpoints by step. FileNotFoundError if there is none."""
-    found = sorted(Path(run).glob("checkpoint/step_*.safetensors"), key=step_of)
+    files = Path(run).glob("checkpoint/step_*.safetensors")
+    found = sorted((path for path in files if NAME.fullmatch(path.name)), key=step_of)
     if not found:
         raise FileNotFoundError(f"{run}: no such run folder, or it holds no checkpoint/step_*.safetensors")
     return found
@@ -116,7 +120,7 @@ def prune_checkpoints(run: Path, keep: int, step: int) -> None:
     """Delete all but the last `keep` checkpoints up to `step`, the damaged ones after it, and unfinished files."""
     kept = [number for path in checkpoints(run) if (number := step_of(path)) <= step][-keep:]
     for path in (Path(run) / "checkpoint").iterdir():
-        if path.is_file() and (path.name[0] == "." or (path.name.startswith("step_") and step_of(path) not in kept)):
+        if path.is_file() and (path.name[0] == "." or (NAME.fullmatch(path.name) and step_of(path) not in kept)):
             path.unlink()
 
 

@@ -133,7 +133,7 @@ class GPT(nn.Module):
         targets[:, t] follows tokens[:, t]. Losses are nats, 0 where the target is -100; float32, or float64 for a
         float64 model. With a cache the tokens continue those it holds, and no gradients are kept. scaling_length: the
         sequence length that frequency scalings go by, instead of the tokens so far. positions: int64 (T,), growing,
-        instead of 0, 1, ...; without a cache only. last_only: logits (B, 1, V), after the last token.
+        instead of 0, 1, ...; without a cache only. last_only: logits (B, 1, V), after the last token; without targets.
 
         Raises ValueError for shapes that do not fit, ids outside the vocabulary (on the CPU only: elsewhere looking
         would stall every step), positions past a learned table and a full cache; the cache then keeps what it holds.

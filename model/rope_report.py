@@ -86,7 +86,7 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--length", type=int, help="default 4 · train_length")
     parser.add_argument("--plot", type=Path, help="a .png file for the bound on the decay")
     given = parser.parse_args(words)
-    train_length, length = given.train_length, given.length or 4 * given.train_length
+    train_length, length = given.train_length, 4 * given.train_length if given.length is None else given.length
     try:
         check_whole("train_length", train_length, most=10**15)
         check_whole("length", length, most=10**15)

@@ -41,6 +41,8 @@ def stream(
     (Holtzman et al. 2020), or from both. Dropout is off. Raises ValueError for settings out of range and, before
     any work, where a learned table is too short.
     """
+    if not prompts:
+        raise ValueError("prompts=[]: give at least one prompt")
     for prompt in prompts:
         check_ids("tokens", prompt[None], model)
     check_whole("max_new_tokens", max_new_tokens)

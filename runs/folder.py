@@ -124,7 +124,7 @@ def next_commands(folder: Path, config: DictConfig) -> str:
     if config.data.kind in ("stdlib", "task"):  # what needs no path
         lines |= {f"python train.py {task}pos={'rope' if config.pos.name == 'alibi' else 'alibi'}": "another scheme"}
     lines |= {f"python eval.py runs={run}": "report.html: tables and plots of this run"}
-    if config.wandb.mode != "disabled":
+    if (folder.parent / "wandb").exists():
         lines |= {f"wandb leet {of_wandb}": "the curves of all runs"}
     width = max(map(len, lines))
     return "\n".join(["next:", *(f"  {line:{width}}  # {about}" for line, about in lines.items())])

@@ -10,6 +10,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from hydra.core.config_store import ConfigStore
 from hydra.experimental.callback import Callback
@@ -30,7 +31,7 @@ LIMITS = {"seed": (0, 2**63), "train.warmup_steps": (0, math.inf)}  # a number's
 LIMITS |= dict.fromkeys([*(f"train.{key}" for key in COUNTS), "val.stride", "val.max_windows"], (1, math.inf))
 LIMITS |= dict.fromkeys(("train.lr", "train.pos_lr_ratio", "train.grad_clip", "train.peak_flops"), (1e-30, math.inf))
 LIMITS |= dict.fromkeys(("train.weight_decay", "train.min_lr_ratio"), (0, math.inf))
-LIMITS["train.position_range"] = 1, math.inf
+LIMITS |= {"train.position_range": (1, math.inf), "val.multiples": (1e-30, math.inf)}
 LIMITS |= dict.fromkeys(("train.beta1", "train.beta2"), (0, 1))
 CHOICES = {"train.compile": (True, False, "auto"), "train.schedule": ("cosine", "linear"), "wandb.mode": MODES}
 CHOICES |= {"sharding": ("none", "fsdp")}
@@ -91,8 +92,8 @@ def machine() -> str:
     return "gpu" if torch.cuda.is_available() else "cpu"
 
 
-def run_dir(resume: str | None, name: str) -> str:
-    """The folder of the run to resume, or a new one under outputs/, made here: two runs never share a folder.
+def run_dir(resume: str | None, name: str, root: str = "outputs") -> str:
+    """The folder of the run to resume, or a new one under root, made here: two runs never share a folder.
 
     Its name needs no quotes on a command line. The processes of a torchrun job other than the first make none.
     """
@@ -100,7 +101,7 @@ def run_dir(resume: str | None, name: str) -> str:
         return "."
     if resume and (Path(resume).expanduser() / "config.yaml").is_file():
         return str(Path(resume).expanduser())
-    stem = f"outputs/{datetime.now():%Y-%m-%d_%H-%M-%S}_" + re.sub(r"[^\w.+-]+", "_", name)
+    stem = f"{root}/{datetime.now():%Y-%m-%d_%H-%M-%S}_" + re.sub(r"[^\w.+-]+", "_", name)
     for count in itertools.count(1):
         folder = stem if count == 1 else f"{stem}_{count}"
         with contextlib.suppress(FileExistsError):
@@ -126,7 +127,7 @@ RESOLVERS = {  # the functions that the YAML files call by name; the only ones
     "by_scheme": lambda values, *, _root_: values.get(_root_.pos.name, values["other"]),
     "scheme": lambda *, _root_: scheme_name(_root_),
     "run_dir": run_dir,
-    "run_subdir": lambda *run: os.path.relpath(run_dir(*run), "outputs"),
+    "run_subdir": lambda *run: os.path.relpath(run_dir(*run), run[-1]),
 }
 for _name, _resolver in RESOLVERS.items():
     OmegaConf.register_new_resolver(_name, _resolver, replace=True)
@@ -199,11 +200,11 @@ def check_settings(config: DictConfig, world_size: int = 1) -> GPTConfig:
     """The model that the settings describe, after filling in what they leave open. ValueError, naming a wrong one."""
     for key, (least, below) in LIMITS.items():
         value = OmegaConf.select(config, key)
-        if value is not None and not least <= value < below:
+        if value is not None and not all(least <= one < below for one in np.atleast_1d(value)):
             end = "" if below == math.inf else f" and below {below}"
             raise ValueError(f"{key}={value}: must be a finite number of at least {least}{end}")
     for key, values in CHOICES.items():
-        if (value := OmegaConf.select(config, key)) not in values:
+        if repr(value := OmegaConf.select(config, key)) not in map(repr, values):
             raise ValueError(f"{key}={value!r}: use {', '.join(map(str, values))}")
     t = config.train
     if config.sharding == "fsdp" and t.compile is True:

@@ -93,6 +93,8 @@ def test_the_preset_follows_the_machine_and_the_groups_follow_the_preset(cuda, m
         ("train.grad_clip=0", r"train\.grad_clip=0"),
         ("train.peak_flops=inf", r"train\.peak_flops=inf"),
         ("train.compile=maybe", r"train\.compile"),
+        ("train.compile=1", r"train\.compile=1"),
+        ("val.multiples=[nan]", r"val\.multiples=\[nan\]"),
         ("pos=t5,train.position_range=4", r"train\.position_range=4\.0: pos=t5 needs positions in a row"),
         ("train.position_range=0.5", r"train\.position_range=0\.5: must be .* at least 1"),
         ("sharding=half", r"sharding='half': use none, fsdp"),
@@ -141,6 +143,7 @@ def test_new_runs_never_share_a_folder(tmp_path, monkeypatch):
     assert run_dir(first, "x") != first  # no run to resume: the error about it must not need its folder
     (Path(first) / "config.yaml").touch()
     assert run_dir(first, "x") == first
+    assert Path(run_dir(None, "a", "sweep")).is_relative_to("sweep")
     monkeypatch.setenv("RANK", "1")  # by itself it is somebody else's variable
     assert Path(run_dir(None, "a")).is_relative_to("outputs")
     monkeypatch.setenv("WORLD_SIZE", "2")

@@ -12,7 +12,7 @@ from data import Task
 from data.tasks import PAD, SEPARATOR, TASKS, padded
 from eval import EvalConfig, evaluate_task, sample_text
 from measure.answers import measure_task, wilson
-from model import GPT
+from model import GPT, load_run
 from model.positions import SCHEMES
 from runs.settings import check_settings
 from tests.helpers import small_model
@@ -197,6 +197,18 @@ def test_evaluation_puts_seeds_together(tmp_path, capsys, caplog, monkeypatch):
     assert {"report.html", "extrapolation.svg", "extrapolation.json"} <= {p.name for p in (tmp_path / "out").iterdir()}
     assert "data:image/svg+xml" in (tmp_path / "out" / "report.html").read_text()
     assert (tmp_path / "out" / "extrapolation.png").stat().st_size > 1000
+    monkeypatch.setattr(train, "measure_task", solved)
+    run(tmp_path / "rope1", *SMALL, "pos=rope", "seed=1", "task.stop_at=1.0")
+    caplog.clear()
+    measure(f"runs={tmp_path / 'rope1'}", "scalings=[linear]", f"out={tmp_path / 'scaled'}")
+    assert "not trained to its end" not in caplog.text  # what a scaling answers does not say
+
+
+def test_mfu_counts_what_is_passed(tmp_path):
+    run(tmp_path, *SMALL, "task.random_offset=true", "train.peak_flops=1e12", "train.max_steps=1")
+    row = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0])
+    operations = 3 * load_run(tmp_path).flops_per_token(Task("copy", 6).width) * row["speed/tokens_per_second"]
+    assert row["speed/mfu"] == pytest.approx(operations / 1e12)
 
 
 def test_evaluation_of_a_table_that_ends(tmp_path, capsys):

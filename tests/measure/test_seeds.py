@@ -123,6 +123,9 @@ def test_the_usable_length_of_what_never_leaves_the_band_and_of_a_table():
     table = group(measurement(limit=64)).usable_length()
     assert (table["value"], table["note"], table["open"]) == (64, "table ends at 64", [])
     assert group(measurement(train_length=32)).usable_length() is None
+    one = measurement(nll=(1.0, 1.0, 1.1, 1.5))
+    backwards = replace(one, lengths=one.lengths[::-1], losses=dict(reversed(one.losses.items())))
+    assert backwards.usable_length() == one.usable_length()
     diverged = group(measurement(nll=(1.0, 1.0, math.nan, math.nan))).usable_length()
     assert (diverged["value"], diverged["open"]) == (96, [])
 
@@ -154,6 +157,8 @@ def test_labels_are_no_dates_and_differ():
     twice = labels(("k", "r_seed0", "2026-01-01_r"), ("l", "r_seed0", "2026-01-02_r"), ("k", "r_seed1", "x"))
     assert twice == {"k": "r", "l": "r_seed0"}  # seed 0 trained twice, and seed 1
     assert labels(("k", "a", "p"), ("l", "a", "q")) == {"k": "a", "l": "a (q)"}
+    one = labels(*((key, "a yarn", "p") for key in "klmn"))  # one run under scalings whose long lists are cut short
+    assert list(one.values()) == ["a yarn", "a yarn (p)", "a yarn (2)", "a yarn (3)"]
     assert labels(("k", "seed0", "p"), ("k", "seed1", "q"))["k"] == "seed0"
 
 

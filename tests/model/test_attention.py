@@ -68,6 +68,18 @@ def test_training_in_bfloat16_is_near_float64(pos):
     assert (mine - theirs).norm() < 0.03 * theirs.norm()
 
 
+@pytest.mark.parametrize("pos", BIASED, ids=scheme_id)
+def test_layers_without_gradients_may_cut_other_blocks(pos):
+    """In bfloat16 layers that are trained take plain products, in smaller blocks; only equal blocks share a bias."""
+    tokens, model = random_tokens(small_model(pos), 1, 400), small_model(pos, torch.float32, train_length=512).train()
+    for part in (model.embedding, model.pos, model.blocks[0]):
+        part.requires_grad_(False)
+    with torch.autocast("cpu", torch.bfloat16):
+        losses = model(tokens[:, :-1], targets=tokens[:, 1:])
+    exact = small_model(pos, train_length=512)(tokens[:, :-1], targets=tokens[:, 1:])
+    assert (losses - exact).norm() < 0.03 * exact.norm()
+
+
 # VmHWM is the peak of this program alone; getrusage's would start from the peak of the one that started it.
 PEAK = """
 import re, sys, torch

@@ -50,11 +50,14 @@ def test_the_last_ones_are_kept_and_incomplete_ones_do_not_count(tmp_path):
     (folder / "step_2000000.pt").touch()  # killed between the two files
     (folder / ".step_3000000.safetensors.1.tmp").touch()  # killed while writing
     assert latest_checkpoint(tmp_path).name == "step_1000000.safetensors"
-    (folder / "notes.txt").touch()  # not ours
+    others = {"notes.txt", "step_best.safetensors", "step_000005.safetensors.bak"}  # not ours
+    for name in others:
+        (folder / name).touch()
+    assert step_of(latest_checkpoint(tmp_path)) == 1_000_000
     prune_checkpoints(tmp_path, 2, step=1_000_000)
     assert steps(tmp_path) == [999_999, 1_000_000]
     kept = {f"{stem}.{end}" for stem in ("step_999999", "step_1000000") for end in ENDINGS}
-    assert {path.name for path in folder.iterdir()} == kept | {"notes.txt"}
+    assert {path.name for path in folder.iterdir()} == kept | others
 
 
 def test_a_damaged_checkpoint_does_not_push_out_a_whole_one(tmp_path):

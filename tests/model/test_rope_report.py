@@ -167,6 +167,7 @@ def test_the_command_takes_every_key(capsys, tmp_path):
         ("63 256", "head_dim=63"),
         ("64 1.5", "'1.5'"),
         ("64 256 --length -1", "length=-1"),
+        ("64 256 --length 0", "length=0"),
         ("64 256 --base 1", "base=1"),
         ("64 256 --scaling yarn", "invalid loads value: 'yarn'"),
         ('64 256 --scaling {"name":"yarm"}', "yarn"),

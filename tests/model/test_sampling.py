@@ -61,6 +61,7 @@ def test_what_cannot_be_continued_is_refused_before_any_work():
     prompt = random_tokens(model, 1, 5)[0]
     assert len(together(model, [prompt], 4)[0]) == 4  # the eighth position is fed, the ninth token is only drawn
     for prompts, new, words in (
+        ([], 4, "at least one prompt"),
         ([prompt[:0]], 4, "at least 1"),
         ([prompt], 0, "max_new_tokens=0"),
         ([prompt], 5, "past the learned table"),
