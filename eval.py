@@ -238,8 +238,9 @@ def evaluate_tasks(
         with autocast(device, precision):
             answers.append(measure_task(model, task, run.about | {"precision": precision}))
         step, right = step_of(run.checkpoint), answers[-1]["rows"][0]["exact_match"] or 0.0
-        unsolved = task.stop_at is None or right < task.stop_at
-        if config.checkpoint is None and step < run.settings.train.max_steps and unsolved and run.scaling is None:
+        as_trained = run.scaling in (None, {"name": "none"})
+        unsolved = task.stop_at is None or (as_trained and right < task.stop_at)
+        if config.checkpoint is None and step < run.settings.train.max_steps and unsolved:
             log.warning("%s: step %d of %d, not trained to its end", run.folder, step, run.settings.train.max_steps)
     report = AnswerReport(answers, [*commands, *(f"left out {reason}" for reason in skipped)])
     report.write(out, html=True)

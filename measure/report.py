@@ -40,8 +40,10 @@ def labels_of(runs: Sequence[dict]) -> dict[str, str]:
         if one["key"] not in labels:
             several = len({other["run"] for other in runs if other["key"] == one["key"]}) > 1
             label = (several and re.sub(SEED, "", one["run"])) or one["run"]
-            longer = (f"{label} ({more})" for more in chain([one.get("folder")], count(2)))
-            labels[one["key"]] = next(name for name in chain([label], longer) if name not in labels.values())
+            name, differing = label, chain([one.get("folder")], count(2))
+            while name in labels.values():
+                name = f"{label} ({next(differing)})"
+            labels[one["key"]] = name
     return labels
 
 

@@ -113,7 +113,7 @@ def sentence(model: Measurement) -> str:
     times = found["value"] / base
     times = f"{times:{'.2g' if times < 99.5 else '.0f'}} × the training length"
     words = f"{model.label}: within {WITHIN} up to {re.sub('^≥', 'at least', shown)} tokens ({times})"
-    past = [length for length in model.lengths if length > base and length in model.losses]
+    past = sorted(length for length in model.losses if length > base)
     at = next((length for length in past if length >= 2 * base), max(past, default=base))
     ratio = with_interval(model.over_train_length(at))
     return f"{words}; at {at}, {ratio} times its perplexity at {base}" if past else words

@@ -115,10 +115,11 @@ def score(
             around = batches[first : first + world_size]
             # Where the last round has too few batches for all, the others pass its first one too, for nothing: the
             # passes of a sharded model need every process.
-            batch = around[rank if rank < len(around) else 0]
+            mine = rank < len(around)
+            batch = around[rank if mine else 0]
             nll = _batch_losses(model, tokens, batch, first_position)
-            for row, (_, start, _, scored) in zip(nll, batch, strict=True) if rank < len(around) else ():
-                for target, end, place in scored:
+            for row, (_, start, _, scored) in zip(nll, batch, strict=True):
+                for target, end, place in scored if mine else ():
                     losses[place : place + end - target] = row[target - start - 1 : end - start - 1]
             if progress is not None:
                 progress(sum(size for batch in around for _, _, size, _ in batch))

@@ -7,6 +7,8 @@ from torch import Tensor, nn
 
 from model.checks import check_whole
 
+_UNFINISHED = object()  # a regime that equals no other: until a pass is done, what is held is not to be relied on
+
 
 class Cache:
     """Keys and values (or linear attention's running sums) of `length` tokens of B sequences. Made by GPT.new_cache.
@@ -45,7 +47,7 @@ class Cache:
         end = self.length + new
         self.tokens[:, self.length : end] = tokens
         start = self.length if regime == self.regime else 0
-        self.regime = object()  # equals no other: until the pass is done, what is held is not to be relied on
+        self.regime = _UNFINISHED
         return self.tokens[:, start:end], start
 
     def append(self, layer: int, start: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

@@ -174,9 +174,10 @@ class GPT(nn.Module):
             if targets is None:
                 return logits
             logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-            losses = logits.new_zeros(targets.numel())
-            losses[scored] = F.cross_entropy(logits, wanted, ignore_index=-100, reduction="none")
-            return losses.view_as(targets)
+            losses = F.cross_entropy(logits, wanted, ignore_index=-100, reduction="none")
+            if self.training:
+                return losses.view_as(targets)
+            return losses.new_zeros(targets.shape).masked_scatter(targets != -100, losses)
 
     def new_cache(self, batch_size: int, max_length: int, scaling_length: int | None = None) -> Cache:
         """An empty cache on the model's device, in the dtype its keys have (autocast's, where that is on).

