@@ -35,8 +35,9 @@ class Table:
         return "\n".join(filter(None, [*lines, self.note]))
 
     def markdown(self) -> str:
-        lines = [self.header, ["---"] * len(self.header), *self.rows]
-        table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+        rows = [self.header, ["---"] * len(self.header), *self.rows]
+        lines = (" | ".join(cell.replace("|", r"\|") for cell in row) for row in rows)
+        table = "\n".join(f"| {line} |" for line in lines)
         return "\n\n".join(filter(None, [self.title, table, self.note])) + "\n"
 
     def html(self) -> str:

@@ -177,6 +177,12 @@ def test_reports_are_whole_files(tmp_path):
     assert [cells[0], *cells[2:4]] == [first.header, *first.rows]
 
 
+def test_a_bar_in_a_name_ends_no_cell_of_tables_md():
+    table = Report([measurement("a|b"), measurement("c")]).tables[0]
+    (row,) = (line for line in table.markdown().splitlines() if line.startswith(r"| a\|b"))
+    assert len(re.split(r"(?<!\\)\|", row)) == len(table.header) + 2
+
+
 @pytest.mark.parametrize("nll", [900.0, math.nan])
 def test_what_is_no_number_is_valid_json_and_can_be_drawn(nll, tmp_path):
     Report([measurement(nll=(nll, 1.0))]).write(tmp_path)
