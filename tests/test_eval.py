@@ -180,6 +180,16 @@ def test_a_text_is_decoded_by_one_process():
         sample_text(config, Ranks(rank=0, world_size=2))
 
 
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [("tokens=0", r"^tokens=0: must be"), ("prompt=[]", r"^prompts=\[\]: give"), ("seed=-1", r"^seed=-1: must be")],
+)
+def test_what_cannot_be_continued_is_refused_by_name(setting, message, two_runs):
+    given = composed(f"runs={two_runs / 'rope'}", "prompt=a", setting, name="eval", schema=EvalConfig)
+    with pytest.raises(ValueError, match=message):
+        sample_text(given)
+
+
 @pytest.mark.slow
 def test_the_terminal_knows_ascii_only(two_runs, tmp_path):
     settings = [f"runs={two_runs / 'rope'}", "lengths=[16,32]", "wandb.mode=disabled", "device=cpu", f"out={tmp_path}"]
